@@ -1,0 +1,45 @@
+// Decides what Python can ask the binary that is not about tensors: versions and counters.
+#include <cuda_runtime.h>
+#include <pybind11/pybind11.h>
+
+#include "check.h"
+#include "cublaslt.h"
+
+namespace py = pybind11;
+
+namespace {
+
+// 0 outside a capture, else a number that no other capture has.
+uint64_t capture_id(uintptr_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+#if CUDART_VERSION >= 13000
+  NF_CUDA(cudaStreamGetCaptureInfo(reinterpret_cast<cudaStream_t>(stream), &status, &id, nullptr,
+                                   nullptr, nullptr, nullptr));
+#else
+  NF_CUDA(cudaStreamGetCaptureInfo(reinterpret_cast<cudaStream_t>(stream), &status, &id));
+#endif
+  return status == cudaStreamCaptureStatusNone ? 0 : id;
+}
+
+py::dict plan_cache() {
+  const auto counters = narrowfloat::plan_cache_counters();
+  py::dict result;
+  result["hits"] = counters.hits;
+  result["misses"] = counters.misses;
+  return result;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The compiled half of narrowfloat: loading it registers the CUDA operators.";
+  m.def("cuda_version", [] { return CUDART_VERSION; }, "CUDART_VERSION it was compiled with.");
+  m.def("cublaslt_version", &narrowfloat::cublaslt_version, "Of the library that is loaded.");
+  m.def("archs", [] { return NARROWFLOAT_ARCHS; }, "Compiled architectures, space-separated.");
+  m.def("torch_target", [] { return static_cast<uint64_t>(TORCH_TARGET_VERSION); },
+        "The oldest torch it runs on, a byte a part: 0x020a... is 2.10.");
+  m.def("plan_cache", &plan_cache, "Products that found a cached plan (hits) or made one (misses).");
+  m.def("capture_id", &capture_id, py::arg("stream"),
+        "Of the capture that the raw stream is in, 0 if it is in none.");
+}

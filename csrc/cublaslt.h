@@ -1,0 +1,51 @@
+// Decides what a product is to the rest of the code. cublaslt.cpp is the only caller of cuBLASLt.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "quantize.h"
+
+namespace narrowfloat {
+
+// An operand in FP8 [rows, k], row-major, k contracted and contiguous.
+struct Operand {
+  const void* q;
+  int64_t rows;
+  int64_t ld;          // bytes from row to row, a multiple of 16
+  Element format;
+  const float* scale;  // on the device, 16-byte aligned
+};
+
+// d [M,N] = a.scale b.scale (a [M,K] b [N,K]^T) + bias, row-major, summed in fp32.
+struct Matmul {
+  Operand a, b;
+  int64_t k;  // a multiple of 16
+  void* d;
+  Real d_type;
+  int64_t ldd;          // elements; ldd * size is a multiple of 16
+  const void* bias;     // [N] in bias_type(d_type), or null
+  bool fast;            // FAST_ACCUM
+  bool accumulate;      // d += instead of d =
+};
+
+// What cuBLASLt's BIAS epilogue takes for an output type: fp16 for fp16, else bf16.
+inline Real bias_type(Real d_type) { return d_type == Real::f16 ? Real::f16 : Real::bf16; }
+
+// How much workspace a product on `device` may use; part of what chooses its algorithm.
+int64_t workspace_bytes(int device);
+
+// Launches on `stream`. workspace: 256-byte aligned, workspace_bytes(device), needed until the
+// stream passes the call. Throws with the whole problem where the library refuses it.
+void matmul(const Matmul& problem, void* workspace, int device, cudaStream_t stream);
+
+int64_t cublaslt_version();
+
+struct PlanCacheCounters {
+  int64_t hits, misses;
+};
+PlanCacheCounters plan_cache_counters();  // over all threads
+
+}  // namespace narrowfloat

@@ -1,0 +1,65 @@
+// Decides how rows are unpadded and biases converted, for the products that need it.
+#include "check.h"
+#include "epilogue.h"
+#include "numerics.cuh"
+
+namespace narrowfloat {
+namespace {
+
+constexpr int kEpilogueThreads = 256;
+
+// Index is 32 bits wide where that is enough: a 64-bit division costs more than the copy.
+template <typename Index>
+__global__ void __launch_bounds__(kEpilogueThreads)
+    narrowfloat_finish_rows(const void* in, int64_t ld, void* out, Real type, Index elements,
+                            Index cols, const void* bias, Real bias_type) {
+  const Index step = static_cast<Index>(gridDim.x) * kEpilogueThreads;
+  for (Index i = static_cast<Index>(blockIdx.x) * kEpilogueThreads + threadIdx.x; i < elements;
+       i += step) {
+    const Index r = i / cols, c = i % cols;
+    float v = in ? load_real(in, type, r * ld + c) : 0.f;
+    if (bias) v += load_real(bias, bias_type, c);
+    store_real(out, type, i, v);
+  }
+}
+
+__global__ void __launch_bounds__(kEpilogueThreads)
+    narrowfloat_convert_bias(const void* bias, Real from, int64_t cols, void* out, Real to,
+                             int64_t padded_cols) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kEpilogueThreads + threadIdx.x;
+  if (i < padded_cols) store_real(out, to, i, i < cols ? load_real(bias, from, i) : 0.f);
+}
+
+int blocks_for(int64_t elements) {
+  const int64_t blocks = (elements + kEpilogueThreads - 1) / kEpilogueThreads;
+  return static_cast<int>(blocks < 65536 ? blocks : 65536);
+}
+
+}  // namespace
+
+void finish_rows(const void* in, int64_t ld, void* out, Real type, int64_t rows, int64_t cols,
+                 const void* bias, Real bias_type, cudaStream_t stream) {
+  const int64_t elements = rows * cols;
+  if (elements == 0) return;
+  const int blocks = blocks_for(elements);
+  if (elements < (int64_t{1} << 31)) {
+    narrowfloat_finish_rows<uint32_t><<<blocks, kEpilogueThreads, 0, stream>>>(
+        in, ld, out, type, static_cast<uint32_t>(elements), static_cast<uint32_t>(cols), bias,
+        bias_type);
+  } else {
+    narrowfloat_finish_rows<int64_t><<<blocks, kEpilogueThreads, 0, stream>>>(
+        in, ld, out, type, elements, cols, bias, bias_type);
+  }
+  NF_CUDA(cudaGetLastError());
+}
+
+void convert_bias(const void* bias, Real from, int64_t cols, void* out, Real to,
+                  int64_t padded_cols, cudaStream_t stream) {
+  if (padded_cols == 0) return;
+  const int64_t blocks = (padded_cols + kEpilogueThreads - 1) / kEpilogueThreads;
+  narrowfloat_convert_bias<<<static_cast<unsigned>(blocks), kEpilogueThreads, 0, stream>>>(
+      bias, from, cols, out, to, padded_cols);
+  NF_CUDA(cudaGetLastError());
+}
+
+}  // namespace narrowfloat

@@ -1,0 +1,312 @@
+// Decides how the operators that ops.py defines are bound to CUDA, and how C++ sees tensors.
+#include "ops.h"
+
+#include <Python.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+
+#include "cublaslt.h"
+#include "epilogue.h"
+
+namespace narrowfloat {
+
+ScalarType dtype_of(Element element) {
+  return element == Element::e4m3 ? ScalarType::Float8_e4m3fn : ScalarType::Float8_e5m2;
+}
+
+Element element_of(int64_t format, const char* op) {
+  NF_CHECK(format == 0 || format == 1, op, ": expected format 0 (e4m3) or 1 (e5m2), got ", format);
+  return static_cast<Element>(format);
+}
+
+Element element_of(const Tensor& q, const char* op, const char* name) {
+  if (q.scalar_type() == ScalarType::Float8_e4m3fn) return Element::e4m3;
+  if (q.scalar_type() == ScalarType::Float8_e5m2) return Element::e5m2;
+  throw pybind11::type_error(message(op, ": expected ", name,
+                                     " in float8_e4m3fn or float8_e5m2 (quantize it first)"));
+}
+
+Real real_of(ScalarType dtype, const char* op, const char* name) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return Real::f32;
+    case ScalarType::BFloat16:
+      return Real::bf16;
+    case ScalarType::Half:
+      return Real::f16;
+    default:
+      throw pybind11::type_error(message(op, ": expected ", name,
+                                         " in float32, bfloat16 or float16 (convert it first)"));
+  }
+}
+
+namespace {
+
+int cuda_index(const Tensor& t, const char* op, const char* name) {
+  NF_CHECK(t.is_cuda(), op, ": expected ", name,
+           " on the CUDA device of the other operands, got it elsewhere (move it there)");
+  return t.get_device_index();
+}
+
+}  // namespace
+
+Launch::Launch(const Tensor& on, const char* op, const char* name)
+    : device(cuda_index(on, op, name)), guard_(device) {
+  void* current = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
+  stream = static_cast<cudaStream_t>(current);
+}
+
+namespace {
+
+[[noreturn]] void throw_out_of_memory(int64_t bytes, int device) {
+  size_t free = 0, total = 0;
+  cudaMemGetInfo(&free, &total);
+  cudaGetLastError();
+  pybind11::gil_scoped_acquire gil;
+  const pybind11::object type = pybind11::module_::import("torch").attr("OutOfMemoryError");
+  const std::string text =
+      message("CUDA out of memory. narrowfloat tried to allocate ", bytes, " bytes on cuda:",
+              device, "; the device has ", free, " of ", total, " bytes free");
+  PyErr_SetString(type.ptr(), text.c_str());
+  throw pybind11::error_already_set();
+}
+
+// aoti_torch_empty_strided costs a quarter of stable::new_empty's time on the host.
+Tensor empty(const int64_t* sizes, int64_t dims, ScalarType dtype, int device) {
+  constexpr int64_t kMaxDims = 64;
+  NF_CHECK(dims <= kMaxDims, "narrowfloat: expected at most ", kMaxDims, " dimensions, got ", dims);
+  int64_t strides[kMaxDims], elements = 1;
+  for (int64_t i = dims - 1; i >= 0; --i) {
+    strides[i] = elements;
+    elements *= sizes[i] > 1 ? sizes[i] : 1;
+  }
+  AtenTensorHandle handle = nullptr;
+  const int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  if (aoti_torch_empty_strided(dims, sizes, strides, code, aoti_torch_device_type_cuda(), device,
+                               &handle) != AOTI_TORCH_SUCCESS) {
+    int64_t bytes = dtype == ScalarType::Float ? 4 : dtype == ScalarType::BFloat16 ||
+                                                             dtype == ScalarType::Half
+                                                         ? 2
+                                                         : 1;
+    for (int64_t i = 0; i < dims; ++i) bytes *= sizes[i];
+    throw_out_of_memory(bytes, device);
+  }
+  return Tensor(handle);
+}
+
+}  // namespace
+
+Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, int device) {
+  return empty(sizes.begin(), static_cast<int64_t>(sizes.size()), dtype, device);
+}
+
+Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, int device) {
+  return empty(sizes.data(), static_cast<int64_t>(sizes.size()), dtype, device);
+}
+
+void Scratch::allocate(int device) {
+  storage_ = empty({bytes_}, ScalarType::Byte, device);
+  base_ = static_cast<uint8_t*>(storage_->data_ptr());
+}
+
+Matrix::Matrix(const Tensor& x, const char* op, const char* name)
+    : owner(x), rows(1), row_stride(0), type(real_of(x.scalar_type(), op, name)) {
+  const int64_t dims = x.dim();
+  NF_CHECK(dims >= 1, op, ": expected ", name, " of at least one dimension, got a scalar");
+  const auto sizes = x.sizes(), strides = x.strides();
+  cols = sizes[dims - 1];
+  col_stride = strides[dims - 1];
+  // Leading dimensions fold into one where each strides over exactly the next one's extent.
+  bool folds = true, first = true;
+  int64_t extent = 0;
+  for (int64_t i = dims - 2; i >= 0; --i) {
+    if (sizes[i] == 1) continue;
+    if (first) {
+      row_stride = strides[i];
+      first = false;
+    } else if (strides[i] != extent) {
+      folds = false;
+    }
+    extent = strides[i] * sizes[i];
+    rows *= sizes[i];
+  }
+  if (!folds && rows * cols != 0) {
+    owner = torch::stable::contiguous(x);
+    row_stride = cols;
+    col_stride = 1;
+  }
+  if (cols == 1) col_stride = 1;  // any stride is right; this one is contiguous
+  if (rows == 1) row_stride = cols;
+}
+
+QuantizeJob Matrix::job(Element format, void* q_rows, void* q_columns, float* scale,
+                        bool scale_given) const {
+  QuantizeJob job{};
+  job.x = owner.data_ptr();
+  job.type = type;
+  job.rows = rows, job.cols = cols;
+  job.row_stride = row_stride, job.col_stride = col_stride;
+  job.format = format;
+  job.q_rows = static_cast<uint8_t*>(q_rows);
+  job.q_columns = static_cast<uint8_t*>(q_columns);
+  job.scale = scale;
+  job.scale_given = scale_given;
+  return job;
+}
+
+std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
+  const auto sizes = x.sizes();
+  std::vector<int64_t> result(sizes.begin(), sizes.end());
+  result.back() = last;
+  return result;
+}
+
+void check_same_device(const Tensor& t, const Tensor& as, const char* op, const char* name) {
+  NF_CHECK(t.is_cuda() && t.get_device_index() == as.get_device_index(), op, ": expected ", name,
+           " on cuda:", as.get_device_index(), " as the first operand is (move it there)");
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, int64_t format, bool rows,
+                                               bool columns, std::optional<Tensor> scale) {
+  const Launch on(x, "quantize", "x");
+  const Matrix m(x, "quantize", "x");
+  const Element element = element_of(format, "quantize");
+  const ScalarType dtype = dtype_of(element);
+  Tensor q_rows = rows ? empty({padded(m.rows), padded(m.cols)}, dtype, on.device)
+                       : empty({0}, dtype, on.device);
+  Tensor q_columns = columns ? empty({padded(m.cols), padded(m.rows)}, dtype, on.device)
+                             : empty({0}, dtype, on.device);
+  Tensor scales = empty({2}, ScalarType::Float, on.device);
+  if (scale) {
+    check_same_device(*scale, x, "quantize", "scale");
+    NF_CHECK(scale->numel() == 2 && scale->is_contiguous() &&
+                 scale->scalar_type() == ScalarType::Float,
+             "quantize: expected scale as float32 [2], contiguous (scale and multiplier, as an "
+             "earlier call returned them)");
+    NF_CUDA(cudaMemcpyAsync(scales.data_ptr(), scale->data_ptr(), 8, cudaMemcpyDeviceToDevice,
+                            on.stream));
+  }
+  const QuantizeJob job = m.job(element, rows ? q_rows.data_ptr() : nullptr,
+                                columns ? q_columns.data_ptr() : nullptr,
+                                static_cast<float*>(scales.data_ptr()), scale.has_value());
+  const QuantizePlan plan = plan_quantize(&job, 1, on.device);
+  Scratch scratch;
+  const int64_t partials = scratch.add(plan.scratch_bytes);
+  scratch.allocate(on.device);
+  quantize(plan, scratch.at(partials), on.stream);
+  return {q_rows, q_columns, scales};
+}
+
+namespace {
+
+Operand operand_of(const Tensor& q, const Tensor& scale, const char* op, const char* name) {
+  NF_CHECK(q.dim() == 2, op, ": expected ", name, " of two dimensions, got ", q.dim());
+  const int64_t ld = q.size(0) <= 1 ? padded(q.size(1)) : q.stride(0);
+  NF_CHECK(q.size(1) % kPad == 0 && (q.size(1) <= 1 || q.stride(1) == 1) && ld % kPad == 0 &&
+               ld >= q.size(1) && reinterpret_cast<uintptr_t>(q.data_ptr()) % kPad == 0,
+           op, ": expected ", name, " row-major with its columns (", q.size(1),
+           "), its row stride (", ld, ") and its address multiples of 16 "
+           "(narrowfloat.ops.scaled_mm pads)");
+  NF_CHECK(scale.scalar_type() == ScalarType::Float && scale.numel() >= 1, op,
+           ": expected the scale of ", name, " in float32");
+  NF_CHECK(reinterpret_cast<uintptr_t>(scale.data_ptr()) % 16 == 0, op,
+           ": expected the scale of ", name, " at an address that is a multiple of 16 "
+           "(.clone() it)");
+  return {q.data_ptr(), q.size(0), ld, element_of(q, op, name),
+          static_cast<const float*>(scale.data_ptr())};
+}
+
+Matmul problem_of(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                  const char* op) {
+  check_same_device(b, a, op, "b");
+  check_same_device(a_scale, a, op, "a_scale");
+  check_same_device(b_scale, a, op, "b_scale");
+  Matmul p{};
+  p.a = operand_of(a, a_scale, op, "a");
+  p.b = operand_of(b, b_scale, op, "b");
+  NF_CHECK(a.size(1) == b.size(1), op, ": expected a [M,K] and b [N,K] with one K, got ",
+           a.size(1), " and ", b.size(1));
+  p.k = a.size(1);
+  return p;
+}
+
+}  // namespace
+
+Tensor scaled_mm_op(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                    std::optional<Tensor> bias, ScalarType out_dtype, bool fast) {
+  const Launch on(a, "scaled_mm", "a");
+  Matmul p = problem_of(a, b, a_scale, b_scale, "scaled_mm");
+  p.d_type = real_of(out_dtype, "scaled_mm", "out_dtype");
+  p.fast = fast;
+  NF_CHECK(p.b.rows % kPad == 0, "scaled_mm: expected b with a multiple of 16 rows, got ",
+           p.b.rows, " (narrowfloat.ops.scaled_mm pads)");
+  Tensor d = empty({p.a.rows, p.b.rows}, out_dtype, on.device);
+  if (d.numel() == 0) return d;
+  p.d = d.data_ptr();
+  p.ldd = p.b.rows;
+  const bool apart = bias && p.d_type == Real::f32;  // cuBLASLt takes no fp32 bias
+  Scratch scratch;
+  const int64_t workspace = scratch.add(workspace_bytes(on.device));
+  const int64_t converted = scratch.add(p.b.rows * 2);
+  scratch.allocate(on.device);
+  Real bias_real = Real::f32;
+  if (bias) {
+    check_same_device(*bias, a, "scaled_mm", "bias");
+    NF_CHECK(bias->numel() == p.b.rows && bias->is_contiguous(), "scaled_mm: expected bias [",
+             p.b.rows, "], contiguous, got ", bias->numel(), " elements");
+    bias_real = real_of(bias->scalar_type(), "scaled_mm", "bias");
+    if (!apart) {
+      convert_bias(bias->data_ptr(), bias_real, p.b.rows, scratch.at(converted),
+                   bias_type(p.d_type), p.b.rows, on.stream);
+      p.bias = scratch.at(converted);
+    }
+  }
+  if (p.k == 0) {
+    finish_rows(nullptr, p.ldd, p.d, p.d_type, p.a.rows, p.b.rows, bias ? bias->data_ptr() : nullptr,
+                bias_real, on.stream);
+    return d;
+  }
+  matmul(p, scratch.at(workspace), on.device, on.stream);
+  if (apart) {
+    finish_rows(p.d, p.ldd, p.d, p.d_type, p.a.rows, p.b.rows, bias->data_ptr(), bias_real,
+                on.stream);
+  }
+  return d;
+}
+
+void scaled_mm_accumulate_op(Tensor out, const Tensor& a, const Tensor& b, const Tensor& a_scale,
+                             const Tensor& b_scale, bool fast) {
+  constexpr const char* op = "scaled_mm_accumulate_";
+  const Launch on(a, op, "a");
+  Matmul p = problem_of(a, b, a_scale, b_scale, op);
+  check_same_device(out, a, op, "out");
+  p.d_type = real_of(out.scalar_type(), op, "out");
+  p.fast = fast;
+  p.accumulate = true;
+  NF_CHECK(out.dim() == 2 && out.size(0) == p.a.rows && out.size(1) == p.b.rows, op,
+           ": expected out [", p.a.rows, ", ", p.b.rows, "] for a [M,K] and b [N,K]");
+  p.d = out.data_ptr();
+  p.ldd = out.size(0) <= 1 ? out.size(1) : out.stride(0);
+  NF_CHECK(out.stride(1) == 1 && p.ldd * size_of(p.d_type) % 16 == 0 && p.b.rows % 8 == 0 &&
+               reinterpret_cast<uintptr_t>(p.d) % 16 == 0,
+           op, ": expected out row-major with rows on 16-byte boundaries and a multiple of 8 "
+           "columns, got ", p.b.rows, " columns and row stride ", p.ldd,
+           " (accumulate with torch where it is not)");
+  if (out.numel() == 0 || p.k == 0) return;
+  Scratch scratch;
+  const int64_t workspace = scratch.add(workspace_bytes(on.device));
+  scratch.allocate(on.device);
+  matmul(p, scratch.at(workspace), on.device, on.stream);
+}
+
+}  // namespace narrowfloat
+
+STABLE_TORCH_LIBRARY_IMPL(narrowfloat, CUDA, m) {
+  m.impl("quantize", TORCH_BOX(&narrowfloat::quantize_op));
+  m.impl("scaled_mm", TORCH_BOX(&narrowfloat::scaled_mm_op));
+  m.impl("scaled_mm_accumulate_", TORCH_BOX(&narrowfloat::scaled_mm_accumulate_op));
+  m.impl("linear_forward", TORCH_BOX(&narrowfloat::linear_forward));
+  m.impl("linear_backward", TORCH_BOX(&narrowfloat::linear_backward));
+}

@@ -1,0 +1,95 @@
+// Decides how tensors enter and leave C++: views, types, allocation. Torch's stable headers only.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <initializer_list>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "check.h"
+#include "quantize.h"
+
+namespace narrowfloat {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+ScalarType dtype_of(Element element);
+Element element_of(int64_t format, const char* op);
+Element element_of(const Tensor& q, const char* op, const char* name);
+Real real_of(ScalarType dtype, const char* op, const char* name);
+
+// The current stream of a device, which also becomes the current device while this lives.
+class Launch {
+ public:
+  Launch(const Tensor& on, const char* op, const char* name);
+  int device;
+  cudaStream_t stream;
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+};
+
+// A contiguous tensor, uninitialized. An allocation that fails reaches Python as
+// torch.OutOfMemoryError.
+Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, int device);
+Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype, int device);
+
+// One allocation for all that a call needs only while it runs. Pieces are added first, allocated
+// together, then addressed.
+class Scratch {
+ public:
+  int64_t add(int64_t bytes) {  // where the piece begins, 256-byte aligned
+    const int64_t first = bytes_;
+    bytes_ += (bytes + 255) / 256 * 256;
+    return first;
+  }
+  void allocate(int device);
+  template <typename T = uint8_t>
+  T* at(int64_t first) const {
+    return reinterpret_cast<T*>(base_ + first);
+  }
+
+ private:
+  int64_t bytes_ = 0;
+  uint8_t* base_ = nullptr;
+  std::optional<Tensor> storage_;
+};
+
+// x [..., K] seen as [M, K]: a view where strides allow one, else of a contiguous copy that it owns.
+struct Matrix {
+  Tensor owner;
+  int64_t rows, cols, row_stride, col_stride;
+  Real type;
+
+  Matrix(const Tensor& x, const char* op, const char* name);
+  QuantizeJob job(Element format, void* q_rows, void* q_columns, float* scale,
+                  bool scale_given) const;
+};
+
+// x's sizes with another last one.
+std::vector<int64_t> with_last(const Tensor& x, int64_t last);
+
+void check_same_device(const Tensor& t, const Tensor& as, const char* op, const char* name);
+
+std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, int64_t format, bool rows,
+                                               bool columns, std::optional<Tensor> scale);
+Tensor scaled_mm_op(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                    std::optional<Tensor> bias, ScalarType out_dtype, bool fast);
+void scaled_mm_accumulate_op(Tensor out, const Tensor& a, const Tensor& b, const Tensor& a_scale,
+                             const Tensor& b_scale, bool fast);
+std::tuple<Tensor, Tensor, Tensor, Tensor> linear_forward(
+    const Tensor& x, const Tensor& w, std::optional<Tensor> bias, std::optional<Tensor> w_rows,
+    std::optional<Tensor> w_scale, int64_t x_format, int64_t w_format, bool fast, bool save_x);
+std::tuple<Tensor, Tensor, Tensor> linear_backward(
+    const Tensor& dy, std::optional<Tensor> x_columns, std::optional<Tensor> x_scale,
+    std::optional<Tensor> w, std::optional<Tensor> w_columns, std::optional<Tensor> w_scale,
+    int64_t in_features, int64_t dy_format, int64_t w_format, bool fast_dgrad, bool fast_wgrad,
+    bool need_dx, std::optional<ScalarType> dw_dtype, std::optional<ScalarType> db_dtype);
+
+}  // namespace narrowfloat

@@ -1,0 +1,52 @@
+// Decides what one quantizing call is: the struct between host and kernels, no torch headers.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace narrowfloat {
+
+// formats.py gives the same numbers
+enum class Element : int { e4m3 = 0, e5m2 = 1 };
+enum class Real : int { f32 = 0, bf16 = 1, f16 = 2 };
+
+constexpr int64_t kPad = 16;  // every quantized copy is zero-padded to multiples of this
+constexpr int64_t padded(int64_t size) { return (size + kPad - 1) / kPad * kPad; }
+inline int64_t size_of(Real type) { return type == Real::f32 ? 4 : 2; }
+
+// One tensor to quantize with one scale.
+struct QuantizeJob {
+  const void* x;  // [rows, cols], element (r, c) at r * row_stride + c * col_stride
+  Real type;
+  int64_t rows, cols, row_stride, col_stride;
+  Element format;
+  uint8_t* q_rows;     // [padded(rows), padded(cols)], or null
+  uint8_t* q_columns;  // [padded(cols), padded(rows)], or null
+  float* scale;        // [2]: scale, multiplier. Written, or read if scale_given
+  bool scale_given;
+  void* column_sums;  // [cols], sum over the rows of x, or null
+  Real sums_type;
+};
+
+constexpr int kMaxJobs = 2;
+
+// How a call will run, decided before its scratch is allocated.
+struct QuantizePlan {
+  QuantizeJob job[kMaxJobs];       // row-major: a column-major one comes as its transpose
+  QuantizeJob sums_job[kMaxJobs];  // column sums that need a launch of their own
+  int count;
+  int device;
+  bool together;                 // all jobs in one launch that measures and quantizes
+  int64_t first_byte[kMaxJobs];  // of each job's partial results in the scratch
+  int64_t scratch_bytes;
+};
+
+QuantizePlan plan_quantize(const QuantizeJob* jobs, int count, int device);
+
+// Launches what `plan` says. scratch: 16-byte aligned, plan.scratch_bytes, needed until the stream
+// passes the call. No host synchronization; deterministic.
+void quantize(const QuantizePlan& plan, void* scratch, cudaStream_t stream);
+
+}  // namespace narrowfloat

@@ -1,0 +1,118 @@
+"""Decides what a linear layer saves for its backward, and calls one operator each way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops, support
+from . import recipe as recipes
+from .recipe import Recipe
+from .reuse import Held
+
+
+class LinearFunction(torch.autograd.Function):
+    """y [..., N] = x [..., K] w [N,K]^T + bias [N], and its three gradients.
+
+    Saved for dw: x's FP8 transposed copy [K, M] and scales. Saved for dx: w itself, which costs
+    nothing, and its scales; or, where the weight is being reused, its held transposed copy.
+    Nothing is saved for a gradient that nobody needs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, held: Held | None
+    ) -> Tensor:
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        if held is None:
+            w_rows = w_columns = held_scale = None
+        else:
+            w_rows, w_columns, held_scale = held
+        y, x_columns, x_scale, w_scale = ops.linear_forward(
+            x, w, bias, w_rows, held_scale, *recipe.forward_codes, need_dw
+        )
+        ctx.save_for_backward(
+            x_columns if need_dw else None,
+            x_scale if need_dw else None,
+            w if need_dx and held is None else None,
+            w_columns if need_dx else None,
+            (w_scale if held is None else held_scale) if need_dx else None,
+        )
+        ctx.codes = (w.shape[1], *recipe.backward_codes)
+        ctx.needs = (
+            need_dx,
+            w.dtype if need_dw else None,
+            bias.dtype if bias is not None and need_db else None,
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and dy.requires_grad:
+            raise RuntimeError(
+                "linear: expected one differentiation, got a second "
+                "(a quantized layer has no double backward; leave out create_graph=True)"
+            )
+        need_dx, dw_dtype, db_dtype = ctx.needs
+        dx, dw, db = ops.linear_backward(dy, *ctx.saved_tensors, *ctx.codes, *ctx.needs)
+        return (
+            dx if need_dx else None,
+            dw if dw_dtype is not None else None,
+            db if db_dtype is not None else None,
+            None,
+            None,
+        )
+
+
+def autocasted(x: Tensor) -> Tensor:
+    """x in the dtype of the autocast that is on for its device, if one is."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.is_floating_point():
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+def linear(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    recipe: str | Recipe = "fp8",
+    *,
+    held: Held | None = None,
+) -> Tensor:
+    """y [..., N] = x [..., K] w [N,K]^T + bias [N] with both operands quantized by `recipe`.
+
+    x, w, bias: fp32, bf16 or fp16 in any mix, any sizes and strides, all on one device. y has
+    the dtype of x, or autocast's where it is on; each gradient has its tensor's dtype. w is
+    quantized from its own dtype (a master weight in fp32 is not rounded to bf16 first).
+    Differentiable once. `held` is a weight that reuse_weights() already quantized.
+
+    TypeError or ValueError for operands that do not fit; NotImplementedError where the device
+    cannot run the recipe, with the reason.
+    """
+    if x.device not in support.ready:
+        support.require(x.device)
+    return LinearFunction.apply(autocasted(x), w, bias, recipes.get(recipe), held)
+
+
+def matmul(a: Tensor, b: Tensor, recipe: str | Recipe = "fp8") -> Tensor:
+    """a [..., M,K] b [K,N] -> [..., M,N], as torch.matmul, both operands quantized by `recipe`.
+
+    a may have one dimension or more, b has two (a batch of b is refused: quantize a loop over
+    it). Dtypes, gradients and errors as for linear().
+    """
+    ops.check_quantizable(a, "matmul")
+    ops.check_quantizable(b, "matmul")
+    if b.dim() != 2:
+        raise ValueError(
+            f"matmul: expected b [K,N], got {tuple(b.shape)} "
+            "(a batched or one-dimensional b is not quantized; call matmul on each b [K,N])"
+        )
+    if a.shape[-1] != b.shape[0]:
+        raise ValueError(
+            f"matmul: expected a [..., K] and b [K,N] with one K, got {tuple(a.shape)} and "
+            f"{tuple(b.shape)}"
+        )
+    return linear(a, b.t(), None, recipe)

@@ -1,0 +1,238 @@
+"""The only place for operator names and schemas, their fakes, and what is typed against them.
+
+The CUDA implementations register from csrc/ops.cpp, the CPU's are reference.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from . import formats, reference
+from .formats import BY_CODE, HIGH_PRECISION, PAD, padded
+from .reference import check_linear, check_quantizable
+
+_library = torch.library.Library("narrowfloat", "DEF")
+
+_SCHEMAS = {
+    reference.quantize: (
+        "quantize(Tensor x, int format, bool rows, bool columns, Tensor? scale=None)"
+        " -> (Tensor rows, Tensor columns, Tensor scale)"
+    ),
+    reference.scaled_mm: (
+        "scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias,"
+        " ScalarType out_dtype, bool fast) -> Tensor"
+    ),
+    reference.scaled_mm_accumulate_: (
+        "scaled_mm_accumulate_(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scale,"
+        " Tensor b_scale, bool fast) -> ()"
+    ),
+    reference.linear_forward: (
+        "linear_forward(Tensor x, Tensor w, Tensor? bias, Tensor? w_rows, Tensor? w_scale,"
+        " int x_format, int w_format, bool fast, bool save_x)"
+        " -> (Tensor y, Tensor x_columns, Tensor x_scale, Tensor w_scale)"
+    ),
+    reference.linear_backward: (
+        "linear_backward(Tensor dy, Tensor? x_columns, Tensor? x_scale, Tensor? w,"
+        " Tensor? w_columns, Tensor? w_scale, int in_features, int dy_format, int w_format,"
+        " bool fast_dgrad, bool fast_wgrad, bool need_dx, ScalarType? dw_dtype,"
+        " ScalarType? db_dtype) -> (Tensor dx, Tensor dw, Tensor db)"
+    ),
+}
+for _kernel, _schema in _SCHEMAS.items():
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    _library.impl(_kernel.__name__, _kernel, "CPU")
+
+_ops = torch.ops.narrowfloat
+quantize_op = _ops.quantize.default
+scaled_mm_op = _ops.scaled_mm.default
+scaled_mm_accumulate_op = _ops.scaled_mm_accumulate_.default
+linear_forward = _ops.linear_forward.default
+linear_backward = _ops.linear_backward.default
+
+
+def _rows_of(x: Tensor) -> int | torch.SymInt:
+    rows: int | torch.SymInt = 1
+    for size in x.shape[:-1]:
+        rows = rows * size
+    return rows
+
+
+@torch.library.register_fake("narrowfloat::quantize")
+def _(x, format, rows, columns, scale=None):
+    m, k, dtype = _rows_of(x), x.shape[-1], BY_CODE[format].dtype
+    return (
+        x.new_empty((padded(m), padded(k)) if rows else (0,), dtype=dtype),
+        x.new_empty((padded(k), padded(m)) if columns else (0,), dtype=dtype),
+        x.new_empty((2,), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("narrowfloat::scaled_mm")
+def _(a, b, a_scale, b_scale, bias, out_dtype, fast):
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+@torch.library.register_fake("narrowfloat::scaled_mm_accumulate_")
+def _(out, a, b, a_scale, b_scale, fast):
+    return None
+
+
+@torch.library.register_fake("narrowfloat::linear_forward")
+def _(x, w, bias, w_rows, w_scale, x_format, w_format, fast, save_x):
+    check_linear(x, w, bias, "linear")
+    m, (n, k) = _rows_of(x), w.shape
+    return (
+        x.new_empty((*x.shape[:-1], n)),
+        x.new_empty((padded(k), padded(m)) if save_x else (0,), dtype=BY_CODE[x_format].dtype),
+        x.new_empty((2,), dtype=torch.float32),
+        x.new_empty((2,) if w_rows is None else (0,), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("narrowfloat::linear_backward")
+def _(
+    dy,
+    x_columns,
+    x_scale,
+    w,
+    w_columns,
+    w_scale,
+    in_features,
+    dy_format,
+    w_format,
+    fast_dgrad,
+    fast_wgrad,
+    need_dx,
+    dw_dtype,
+    db_dtype,
+):
+    n = dy.shape[-1]
+    return (
+        dy.new_empty((*dy.shape[:-1], in_features) if need_dx else (0,)),
+        dy.new_empty((n, in_features) if dw_dtype is not None else (0,), dtype=dw_dtype),
+        dy.new_empty((n,) if db_dtype is not None else (0,), dtype=db_dtype),
+    )
+
+
+class QuantizedTensor(NamedTuple):
+    """A tensor in a narrow format: real = data * scale.
+
+    data: codes in the format's torch dtype, the shape of the original; scale: fp32 [];
+    format: its name; dtype: what the original had.
+    """
+
+    data: Tensor
+    scale: Tensor
+    format: str
+    dtype: torch.dtype
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values, of the original's shape, multiplied in fp32 and rounded once to `dtype`
+        (default: the original's)."""
+        return (self.data.float() * self.scale).to(dtype or self.dtype)
+
+
+def quantize(x: Tensor, format: str = "e4m3") -> QuantizedTensor:
+    """Quantize x (fp32, bf16 or fp16, any shape) with one scale, amax / max, for the whole tensor.
+
+    Rounds to nearest even and saturates. NaN or Inf anywhere makes the scale non-finite; a zero
+    tensor gives zeros and the scale 1. The result carries no gradient. `data` is a view whose
+    rows start on 16-byte boundaries, so the last dimension's stride is 1 but it need not be
+    contiguous.
+    """
+    check_quantizable(x, "quantize")
+    fmt = formats.get(format)
+    rows, _, scale = quantize_op(x.detach(), fmt.code, True, False)
+    m, k = _rows_of(x), x.shape[-1]
+    data = rows[:m, :k]
+    if x.dim() != 2:
+        data = data.as_strided(x.shape, _row_strides(x.shape, padded(k)))
+    return QuantizedTensor(data, scale[0], fmt.name, x.dtype)
+
+
+def _row_strides(shape: torch.Size, row_stride: int) -> tuple[int, ...]:
+    strides = [1]
+    stride = row_stride
+    for size in reversed(shape[1:-1]):
+        strides.append(stride)
+        stride *= size
+    if len(shape) > 1:
+        strides.append(stride)
+    return tuple(reversed(strides))
+
+
+def _aligned(q: Tensor, pad_rows: bool) -> Tensor:  # zero-padded copy where cuBLASLt needs one
+    rows, cols = q.shape
+    to_rows = padded(rows) if pad_rows else rows
+    fits = (
+        q.stride(1) == 1
+        and q.stride(0) % PAD == 0
+        and cols % PAD == 0
+        and rows == to_rows
+        and q.storage_offset() % PAD == 0
+    )
+    if fits:
+        return q
+    bytes_ = pad(q.view(torch.uint8), (0, padded(cols) - cols, 0, to_rows - rows))
+    return bytes_.contiguous().view(q.dtype)
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast: bool = True,
+    who: str = "scaled_mm",
+) -> Tensor:
+    """d [M,N] = a_scale b_scale (a [M,K] b [N,K]^T) + bias [N]; a, b FP8, scales fp32 of one
+    element, sum in fp32, one rounding to out_dtype (fp32, bf16, fp16).
+
+    Sizes that are not multiples of 16 and rows that do not start on 16 bytes are copied with
+    zero padding. TypeError for other dtypes, ValueError for shapes or devices that do not match.
+    """
+    for q, name in ((a, "a"), (b, "b")):
+        reference.format_of(q, who)
+        if q.dim() != 2:
+            raise ValueError(f"{who}: expected {name} of two dimensions, got {tuple(q.shape)}")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"{who}: expected a [M,K] and b [N,K] with one K, got {tuple(a.shape)} and "
+            f"{tuple(b.shape)} (b is multiplied transposed)"
+        )
+    if out_dtype not in HIGH_PRECISION:
+        raise TypeError(
+            f"{who}: expected out_dtype out of float32, bfloat16, float16, got {out_dtype}"
+        )
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        raise TypeError(
+            f"{who}: expected at most one float8_e5m2 operand, got two (make one float8_e4m3fn)"
+        )
+    for name, t in (("b", b), ("a_scale", a_scale), ("b_scale", b_scale), ("bias", bias)):
+        if t is not None and t.device != a.device:
+            raise ValueError(
+                f"{who}: expected {name} on {a.device} as a is, got {t.device} (move it there)"
+            )
+    for name, t in (("a_scale", a_scale), ("b_scale", b_scale)):
+        if t.dtype != torch.float32 or t.numel() != 1:
+            raise ValueError(
+                f"{who}: expected {name} in float32 with one element, got {t.dtype} of shape "
+                f"{tuple(t.shape)}"
+            )
+    n = b.shape[0]
+    if bias is not None and (bias.shape != (n,) or bias.dtype not in HIGH_PRECISION):
+        raise ValueError(
+            f"{who}: expected bias [{n}] in float32, bfloat16 or float16, got "
+            f"{tuple(bias.shape)} in {bias.dtype}"
+        )
+    a, b = _aligned(a, False), _aligned(b, True)
+    if bias is not None and b.shape[0] != n:
+        bias = pad(bias, (0, b.shape[0] - n))
+    d = scaled_mm_op(a, b, a_scale, b_scale, bias, out_dtype, fast)
+    return d if b.shape[0] == n else d[:, :n].contiguous()

@@ -1,0 +1,248 @@
+"""States what every operator means, in plain PyTorch; these functions are the CPU's kernels too.
+
+The CUDA kernels equal these bit for bit in quantized bytes and scales; a product may differ by
+the order of its fp32 sum. All of them are written for clarity and run on any device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .formats import BY_CODE, BY_DTYPE, HIGH_PRECISION, Format, padded
+
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def amax(x: Tensor) -> Tensor:
+    """max |x| as fp32 []; NaN if any element is NaN; 0 for an empty tensor."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    return x.abs().amax().float()
+
+
+def scale_from_amax(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """(scale, multiplier), fp32 []: real = code * scale, code = cast(real * multiplier).
+
+    An amax of 0 gives 1 and 1. One so small that max / amax overflows keeps the multiplier at
+    FLT_MAX (such values flush to zero). Inf gives scale Inf and multiplier 0, NaN gives NaN:
+    every product with such a scale is non-finite, so a loss scaler sees the overflow.
+    """
+    one = torch.ones_like(amax)
+    multiplier = torch.where(amax == 0, one, (fmt.max / amax).clamp(max=FLT_MAX))
+    scale = torch.where(amax == 0, one, amax / fmt.max)
+    return scale, multiplier
+
+
+def cast(x: Tensor, fmt: Format) -> Tensor:
+    """fp32 x to `fmt`: nearest, ties to even, saturating; a NaN becomes the format's one NaN."""
+    # clamp first: torch's own casts turn overflow into NaN or Inf, by version and format
+    codes = x.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
+    return torch.where(x.isnan(), fmt.nan, codes).view(fmt.dtype)
+
+
+def _padded_copy(q: Tensor) -> Tensor:  # [R, C] -> contiguous [padded(R), padded(C)], zeros beyond
+    rows, cols = q.shape
+    bytes_ = pad(q.view(torch.uint8), (0, padded(cols) - cols, 0, padded(rows) - rows))
+    return bytes_.contiguous().view(q.dtype)
+
+
+def _nothing(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=like.device)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x [..., K] as [M, K]; K = 0 keeps its M."""
+    rows = 1
+    for size in x.shape[:-1]:
+        rows *= size
+    return x.reshape(rows, x.shape[-1])
+
+
+def quantize(
+    x: Tensor, fmt_code: int, rows: bool, columns: bool, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [..., K] taken as [M, K] -> (row-major codes, transposed codes, scales).
+
+    Codes are [padded(M), padded(K)] and [padded(K), padded(M)], zero beyond M and K, each an
+    empty tensor where not asked for. Scales are fp32 [2]: (scale, multiplier). A `scale` given
+    ([2], as returned by an earlier call) is used instead of measuring x.
+    """
+    fmt = BY_CODE[fmt_code]
+    x2 = as_rows(x)
+    if scale is None:
+        scale = torch.stack(scale_from_amax(amax(x2), fmt))
+    else:
+        scale = scale.clone()
+    q = cast(x2.float() * scale[1], fmt)
+    q_rows = _padded_copy(q) if rows else _nothing(x, fmt.dtype)
+    q_columns = _padded_copy(q.t()) if columns else _nothing(x, fmt.dtype)
+    return q_rows, q_columns, scale
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    """d [M,N] = a_scale b_scale (a [M,K] b [N,K]^T) + bias; operands FP8, scales fp32 (first
+    element used), sum in fp32, rounded once to out_dtype. `fast` does not change the reference."""
+    d = (a.float() @ b.float().t()) * (a_scale.flatten()[0] * b_scale.flatten()[0])
+    if bias is not None:
+        d = d + bias.float()
+    return d.to(out_dtype)
+
+
+def scaled_mm_accumulate_(
+    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool
+) -> None:
+    """out [M,N] += a_scale b_scale (a b^T), in place; rounded once per call."""
+    d = (a.float() @ b.float().t()) * (a_scale.flatten()[0] * b_scale.flatten()[0])
+    out.copy_(out.float() + d)
+
+
+def check_quantizable(x: Tensor, who: str, name: str = "x") -> None:
+    """TypeError or ValueError for what no quantizing kernel takes."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{who}: expected {name} to be a tensor, got {type(x).__name__}")
+    if x.dtype not in HIGH_PRECISION:
+        raise TypeError(
+            f"{who}: expected {name} in float32, bfloat16 or float16, got {x.dtype} "
+            "(convert it first)"
+        )
+    if x.dim() == 0:
+        raise ValueError(
+            f"{who}: expected {name} of at least one dimension, got a scalar (use .view(1))"
+        )
+
+
+def check_linear(x: Tensor, w: Tensor, bias: Tensor | None, who: str) -> None:
+    """TypeError or ValueError for operands that do not make a linear layer; the CUDA operators
+    check the same."""
+    check_quantizable(x, who, "x")
+    check_quantizable(w, who, "w")
+    if w.dim() != 2:
+        raise ValueError(f"{who}: expected w [N,K], got {w.dim()} dimensions {tuple(w.shape)}")
+    if x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"{who}: expected x [..., K] and w [N,K] with one K, got {tuple(x.shape)} and "
+            f"{tuple(w.shape)} (w is multiplied transposed)"
+        )
+    for name, t in (("w", w), ("bias", bias)):
+        if t is not None and t.device != x.device:
+            raise ValueError(
+                f"{who}: expected {name} on {x.device} as x is, got {t.device} (move it there)"
+            )
+    if bias is not None:
+        check_quantizable(bias, who, "bias")
+        if bias.shape != w.shape[:1]:
+            raise ValueError(f"{who}: expected bias [{w.shape[0]}], got {tuple(bias.shape)}")
+
+
+def linear_forward(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    w_rows: Tensor | None,
+    w_scale: Tensor | None,
+    x_format: int,
+    w_format: int,
+    fast: bool,
+    save_x: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y [..., N] = x [..., K] w [N,K]^T + bias, operands quantized per tensor.
+
+    Returns (y, x's transposed codes if save_x else empty, x's scales, w's scales); w's scales are
+    empty when w_rows and w_scale, a weight already quantized, came in.
+    """
+    check_linear(x, w, bias, "linear")
+    n, k = w.shape
+    m = as_rows(x).shape[0]
+    x_rows, x_columns, x_scale = quantize(x, x_format, True, save_x)
+    new_scale = _nothing(x, torch.float32)
+    if w_rows is None or w_scale is None:
+        w_rows, _, new_scale = quantize(w, w_format, True, False)
+        w_scale = new_scale
+    y = scaled_mm(x_rows[:m, :k], w_rows[:n, :k], x_scale, w_scale, bias, x.dtype, fast)
+    return y.view(*x.shape[:-1], n), x_columns, x_scale, new_scale
+
+
+def linear_backward(
+    dy: Tensor,
+    x_columns: Tensor | None,
+    x_scale: Tensor | None,
+    w: Tensor | None,
+    w_columns: Tensor | None,
+    w_scale: Tensor | None,
+    in_features: int,
+    dy_format: int,
+    w_format: int,
+    fast_dgrad: bool,
+    fast_wgrad: bool,
+    need_dx: bool,
+    dw_dtype: torch.dtype | None,
+    db_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx [..., K], dw [N,K], db [N]) of linear_forward, each empty where not asked for.
+
+    dx needs w, with w_scale the scales of its forward (measured anew where None), or w_columns
+    and w_scale, its transposed codes. dw needs x_columns and x_scale. db sums dy unquantized.
+    """
+    k, n = in_features, dy.shape[-1]
+    dy2 = as_rows(dy)
+    m = dy2.shape[0]
+    dx = _nothing(dy, dy.dtype)
+    dw = _nothing(dy, dw_dtype or dy.dtype)
+    db = _nothing(dy, db_dtype or dy.dtype)
+    dy_rows, dy_columns, dy_scale = quantize(dy2, dy_format, need_dx, dw_dtype is not None)
+    if need_dx:
+        if w_columns is None:
+            _require(w, "w")
+            _, w_columns, w_scale = quantize(w, w_format, False, True, w_scale)  # type: ignore[arg-type]
+        _require(w_scale, "w_scale")
+        dx = scaled_mm(
+            dy_rows[:m, :n],
+            w_columns[:k, :n],
+            dy_scale,
+            w_scale,  # type: ignore[arg-type]
+            None,
+            dy.dtype,
+            fast_dgrad,
+        ).view(*dy.shape[:-1], k)
+    if dw_dtype is not None:
+        _require(x_columns, "x_columns")
+        _require(x_scale, "x_scale")
+        dw = scaled_mm(
+            dy_columns[:n, :m],
+            x_columns[:k, :m],  # type: ignore[index]
+            dy_scale,
+            x_scale,  # type: ignore[arg-type]
+            None,
+            dw_dtype,
+            fast_wgrad,
+        )
+    if db_dtype is not None:
+        db = dy2.float().sum(0).to(db_dtype)
+    return dx, dw, db
+
+
+def _require(tensor: Tensor | None, name: str) -> None:
+    """ValueError if an operand that a gradient needs is missing."""
+    if tensor is None:
+        raise ValueError(f"linear_backward: expected {name} for this gradient, got None (pass it)")
+
+
+def format_of(q: Tensor, who: str) -> Format:
+    """The format of a quantized tensor's dtype; TypeError says what was expected."""
+    fmt = BY_DTYPE.get(q.dtype)
+    if fmt is None:
+        raise TypeError(
+            f"{who}: expected a dtype out of {[str(d) for d in BY_DTYPE]}, got {q.dtype} "
+            "(quantize the operand first)"
+        )
+    return fmt

@@ -1,0 +1,105 @@
+"""Decides how long a quantized weight may be reused: reuse_weights() and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from . import _binary, formats, ops
+from .recipe import Recipe
+
+
+class Held(NamedTuple):
+    """A weight [N,K] quantized once: both orientations and its scales.
+
+    They are written when made and never again, so a graph of autograd that saved them can be
+    run whenever it likes.
+    """
+
+    rows: Tensor  # [padded(N), padded(K)]
+    columns: Tensor  # [padded(K), padded(N)]
+    scale: Tensor  # fp32 [2]
+
+
+class WeightCache:
+    """The quantized weights of one reuse_weights() context. Copies and pickles of it are empty
+    (a module copied inside the context shares nothing with its original)."""
+
+    def __init__(self) -> None:
+        self.open = 0  # contexts entered and not left
+        self._held: dict[int, tuple[Tensor, tuple[Any, ...], Held]] = {}
+
+    def get(self, w: Tensor, recipe: Recipe) -> Held | None:
+        """w quantized as `recipe` wants it, made now if what is held does not fit; None where
+        nothing may be held."""
+        if self.open == 0 or torch.compiler.is_compiling():
+            return None
+        # What is held was written on one stream, in one capture or in none; elsewhere its
+        # contents may not be there yet (or, after a capture, not before the replay).
+        key = (w._version, w.data_ptr(), w.dtype, recipe.fprop.b, *_stream_and_capture(w))
+        found = self._held.get(id(w))
+        if found is not None and found[0] is w and found[1] == key:
+            return found[2]
+        code = formats.FORMATS[recipe.fprop.b].code
+        with torch.inference_mode(False), torch.no_grad():
+            held = Held(*ops.quantize_op(w.detach(), code, True, True))
+        self._held[id(w)] = (w, key, held)
+        return held
+
+    def drop(self) -> None:
+        self._held.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
+        return WeightCache()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (WeightCache, ())
+
+
+def _stream_and_capture(w: Tensor) -> tuple[int, int]:
+    if w.device.type != "cuda" or _binary.module is None:
+        return (0, 0)
+    stream = torch._C._cuda_getCurrentRawStream(w.device.index)
+    return (stream, _binary.module.capture_id(stream))
+
+
+@contextmanager
+def reuse_weights(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside, each weight of model's narrowfloat Linears is quantized once, not at each forward.
+
+    For gradient accumulation: enter it around the forwards and backwards of one optimizer step.
+    Both orientations of each weight are held in FP8 (2 bytes an element) until the context is
+    left, an optimizer steps, or the weight's version changes (any in-place operation). Writes
+    that PyTorch does not count, those through `.data`, are not seen: leave the context first.
+    Code under torch.compile and modules that are called from several streams quantize as outside
+    the context (again for each stream); a capture holds its own copies.
+    """
+    from .modules import Linear
+
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    if not layers:
+        raise ValueError(
+            f"reuse_weights: expected a model with narrowfloat Linear layers, got "
+            f"{type(model).__name__} without any (call narrowfloat.convert(model) first)"
+        )
+    cache = next((m.weight_cache for m in layers if m.weight_cache is not None), None)
+    cache = cache or WeightCache()
+    mine = [module for module in layers if module.weight_cache is None]
+    for module in mine:
+        module.weight_cache = cache
+    cache.open += 1
+    hook = register_optimizer_step_post_hook(lambda *_: cache.drop())
+    try:
+        yield model
+    finally:
+        hook.remove()
+        cache.open -= 1
+        for module in mine:
+            module.weight_cache = None
+        if cache.open == 0:
+            cache.drop()
