@@ -1,0 +1,72 @@
+"""Decides the devices, tolerances and comparisons that all tests share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import narrowfloat as nf
+
+# Relative error of one FP8 product on Gaussian data, ||y - ref|| / ||ref||: .038 is expected with
+# two e4m3 operands and .059 with an e5m2 one.
+TOLERANCE = {"e4m3": 0.05, "e5m2": 0.08}
+
+
+def why_no_gpu() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    answer = nf.supported("fp8", "cuda")
+    return None if answer else f"fp8 does not run here: {answer.reason}"
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each test that takes it runs on the CPU and, marked gpu, on a GPU where there is one."""
+    if request.param == "cuda" and (why := why_no_gpu()):
+        pytest.skip(why)
+    return request.param
+
+
+@pytest.fixture
+def cuda() -> str:
+    """For tests of the GPU alone; mark them gpu."""
+    if why := why_no_gpu():
+        pytest.skip(why)
+    return "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def relative_error(a: torch.Tensor, ref: torch.Tensor) -> float:
+    a, ref = a.double(), ref.double()
+    return ((a - ref).norm() / ref.norm()).item()
+
+
+def assert_close_as(a: torch.Tensor, ref: torch.Tensor, kind: str = "e4m3") -> None:
+    """Within FP8's error of ref, with the norm kept (a cosine alone would not see a scale)."""
+    assert a.shape == ref.shape, (a.shape, ref.shape)
+    error = relative_error(a, ref)
+    assert error <= TOLERANCE[kind], f"relative error {error:.4f} > {TOLERANCE[kind]}"
+    ratio = (a.double().norm() / ref.double().norm()).item()
+    assert abs(ratio - 1) <= TOLERANCE[kind], f"norm ratio {ratio:.4f}"
+
+
+def assert_same_bits(a: torch.Tensor, b: torch.Tensor, what: str = "") -> None:
+    """Equal byte for byte; the message names the first coordinate that is not, and both values."""
+    assert a.shape == b.shape and a.dtype == b.dtype, (what, a.shape, b.shape, a.dtype, b.dtype)
+    a, b = a.detach().cpu().contiguous(), b.detach().cpu().contiguous()
+    if a.numel() == 0:
+        return
+    size = a.element_size()
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    differs = a.view(integer) != b.view(integer)
+    if differs.any():
+        at = tuple(int(i) for i in differs.nonzero()[0])
+        raise AssertionError(
+            f"{what}: {int(differs.sum())} of {a.numel()} elements differ, first at {at}: "
+            f"{a.view(integer)[at]:#x} ({a[at].float():g}) and "
+            f"{b.view(integer)[at]:#x} ({b[at].float():g})"
+        )
