@@ -1,0 +1,99 @@
+# What a newcomer runs. `make help` lists it.
+#   PYTHON=python3.12      the Python to use (3.10 or newer)
+#   TORCH='torch==2.11.0'  the torch to install into .venv
+#   VENV=none              use PYTHON as it is: no virtual environment, nothing is installed
+#   ARGS='...'             passed on to the demo, the tests or the benchmark
+#   NARROWFLOAT_CUDA_ARCHS=90a, NARROWFLOAT_NO_CUDA=1, MAX_JOBS=4: see setup.py
+
+PYTHON ?= python3
+TORCH ?= torch>=2.10
+VENV ?= .venv
+ARGS ?=
+CXX_FILES = $(wildcard csrc/*.h csrc/*.cuh csrc/*.cpp csrc/*.cu)
+
+ifeq ($(VENV),none)
+PY := $(PYTHON)
+STATE := build/state
+READY :=
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(VENV)/bin/python
+STATE := $(VENV)
+READY := $(VENV)/.ready
+endif
+
+.PHONY: help env build demo test lint format bench wheel clean force
+
+help:
+	@echo "make demo    set up, build, train a small GPT in bf16 and FP8 (ARGS='--help' for its options)"
+	@echo "make test    set up, build, run the tests (ARGS='-k linear')"
+	@echo "make bench   set up, build, benchmark on the GPU (ARGS='linear')"
+	@echo "make env     the virtual environment with torch, the dependencies and nvcc"
+	@echo "make build   the compiled part, narrowfloat._C, in place"
+	@echo "make wheel   a wheel for this Python in dist/"
+	@echo "make lint    ruff, clang-format, mypy; make format lets the first two change the files"
+	@echo "make clean   remove what was built (rm -r $(VENV) for the environment)"
+
+env: $(READY)
+build: $(STATE)/.built
+
+# What the last run was asked for: another answer sets up or builds anew, the same one does not.
+ASKED_ENV = $(PYTHON) $(TORCH) $(NARROWFLOAT_NO_CUDA)
+$(STATE)/.asked-env: ASKED = $(ASKED_ENV)
+$(STATE)/.asked-build: ASKED = $(PYTHON) $(NARROWFLOAT_CUDA_ARCHS) $(NARROWFLOAT_NO_CUDA) $(CUDA_HOME)
+$(STATE)/.asked-env $(STATE)/.asked-build: force
+	@mkdir -p $(STATE)
+	@echo "$(ASKED)" | cmp -s - $@ || echo "$(ASKED)" > $@
+
+$(VENV)/.ready: pyproject.toml tools/setup_env.py $(STATE)/.asked-env
+	$(PYTHON) tools/setup_env.py env --venv $(VENV) --torch '$(TORCH)'
+	@echo "$(ASKED_ENV)" > $(STATE)/.asked-env  # a new environment begins as an empty folder
+	@touch $@
+
+$(STATE)/.built: setup.py tools/setup_env.py $(CXX_FILES) src/narrowfloat/_version.py $(READY) $(STATE)/.asked-build
+	$(PY) tools/setup_env.py build
+	@touch $@
+
+demo: build
+	$(PY) examples/train_gpt.py $(ARGS)
+
+test: build
+	$(PY) -m pytest $(ARGS)
+
+bench: build
+	$(PY) benchmarks/bench.py $(ARGS)
+
+wheel: $(READY)
+	rm -rf build/lib* build/bdist*
+	$(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+# ---- for developers ----
+
+ifeq ($(VENV),none)
+TOOLS :=
+BIN := $(PYTHON) -m
+CLANG_FORMAT := clang-format
+else
+TOOLS := $(VENV)/.tools
+BIN := $(PY) -m
+CLANG_FORMAT := $(VENV)/bin/clang-format
+endif
+
+$(VENV)/.tools: $(READY)
+	NARROWFLOAT_NO_CUDA=1 $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+lint: $(TOOLS)
+	$(BIN) ruff check .
+	$(BIN) ruff format --check .
+	$(if $(CXX_FILES),$(CLANG_FORMAT) --dry-run -Werror $(CXX_FILES))
+	$(BIN) mypy
+
+format: $(TOOLS)
+	$(BIN) ruff check --fix .
+	$(BIN) ruff format .
+	$(if $(CXX_FILES),$(CLANG_FORMAT) -i $(CXX_FILES))
+
+clean:
+	rm -rf build dist src/*.egg-info src/narrowfloat/_C.*.so $(STATE)/.built
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
