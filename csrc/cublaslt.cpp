@@ -130,7 +130,7 @@ struct Plan {
     descriptor.set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(p.fast));
     if (p.bias) {
       descriptor.set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-      descriptor.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(bias_type(p.d_type)));
+      descriptor.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(epilogue_bias_type(p.d_type)));
     }
     set_pointers(p);
   }
@@ -142,14 +142,15 @@ struct Plan {
   }
 };
 
-// Splits along K that do not divide it gave wrong results in public reports (sm90, 12.6.3 to 13.7);
-// such candidates are passed over.
-bool splits_evenly(const cublasLtMatmulAlgo_t& algorithm, int64_t k) {
+// Public reports (sm90, cuBLASLt 12.6.3 to 13.7) have wrong results where the number of splits along
+// K does not divide K and a split is a whole number of the kernel's stages. Those are 32 elements
+// of K or a multiple, which one is not told for every kernel: all that could be meant are refused.
+bool splits_safely(const cublasLtMatmulAlgo_t& algorithm, int64_t k) {
   int32_t splits = 1;
   size_t written = 0;
   NF_CUBLAS(cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM,
                                                  &splits, sizeof splits, &written));
-  return splits <= 1 || k % splits == 0;
+  return splits <= 1 || k % splits == 0 || k / splits % 32 != 0;
 }
 
 bool capturing(cudaStream_t stream) {
@@ -218,21 +219,27 @@ class Context {
     preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(p.a.q));
     preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(p.d));
     preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(p.d));
-    std::array<cublasLtMatmulHeuristicResult_t, 8> candidates;
+    // Second try: without any split along K, where every candidate splits it in a doubtful way.
     int count = 0;
-    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-        handle(), plan->descriptor.value, plan->a.value, plan->b.value, plan->d.value,
-        plan->d.value, preference.value, static_cast<int>(candidates.size()), candidates.data(),
-        &count);
-    for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < count; ++i) {
-      if (candidates[i].state != CUBLAS_STATUS_SUCCESS) continue;
-      if (!splits_evenly(candidates[i].algo, p.k)) continue;
-      plan->algorithm = candidates[i].algo;
-      return plan;
+    for (const bool splits : {true, false}) {
+      if (!splits) {
+        preference.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                       static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_NONE));
+      }
+      std::array<cublasLtMatmulHeuristicResult_t, 8> candidates;
+      const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
+          handle(), plan->descriptor.value, plan->a.value, plan->b.value, plan->d.value,
+          plan->d.value, preference.value, static_cast<int>(candidates.size()), candidates.data(),
+          &count);
+      if (status != CUBLAS_STATUS_SUCCESS) count = 0;
+      for (int i = 0; i < count; ++i) {
+        if (candidates[i].state != CUBLAS_STATUS_SUCCESS) continue;
+        if (!splits_safely(candidates[i].algo, p.k)) continue;
+        plan->algorithm = candidates[i].algo;
+        return plan;
+      }
     }
-    throw std::runtime_error(message("narrowfloat: cuBLASLt offers no algorithm (",
-                                     cublasLtGetStatusString(status), ", ", count,
-                                     " candidates) for ", describe(p),
+    throw std::runtime_error(message("narrowfloat: cuBLASLt offers no algorithm for ", describe(p),
                                      ". CUBLASLT_LOG_LEVEL=5 makes it say why"));
   }
 

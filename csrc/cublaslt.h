@@ -26,13 +26,13 @@ struct Matmul {
   void* d;
   Real d_type;
   int64_t ldd;          // elements; ldd * size is a multiple of 16
-  const void* bias;     // [N] in bias_type(d_type), or null
+  const void* bias;     // [N] in epilogue_bias_type(d_type), or null
   bool fast;            // FAST_ACCUM
   bool accumulate;      // d += instead of d =
 };
 
 // What cuBLASLt's BIAS epilogue takes for an output type: fp16 for fp16, else bf16.
-inline Real bias_type(Real d_type) { return d_type == Real::f16 ? Real::f16 : Real::bf16; }
+inline Real epilogue_bias_type(Real d_type) { return d_type == Real::f16 ? Real::f16 : Real::bf16; }
 
 // How much workspace a product on `device` may use; part of what chooses its algorithm.
 int64_t workspace_bytes(int device);

@@ -30,6 +30,17 @@ __global__ void __launch_bounds__(kEpilogueThreads)
   if (i < padded_cols) store_real(out, to, i, i < cols ? load_real(bias, from, i) : 0.f);
 }
 
+__global__ void __launch_bounds__(kEpilogueThreads)
+    narrowfloat_pad_codes(const uint8_t* codes, int64_t rows, int64_t cols, int64_t row_stride,
+                          int64_t col_stride, uint8_t* out, int64_t out_rows, int64_t out_cols) {
+  for (int64_t r = blockIdx.x; r < out_rows; r += gridDim.x) {
+    for (int64_t c = threadIdx.x; c < out_cols; c += kEpilogueThreads) {
+      const bool inside = r < rows && c < cols;
+      out[r * out_cols + c] = inside ? codes[r * row_stride + c * col_stride] : 0;
+    }
+  }
+}
+
 int blocks_for(int64_t elements) {
   const int64_t blocks = (elements + kEpilogueThreads - 1) / kEpilogueThreads;
   return static_cast<int>(blocks < 65536 ? blocks : 65536);
@@ -59,6 +70,17 @@ void convert_bias(const void* bias, Real from, int64_t cols, void* out, Real to,
   const int64_t blocks = (padded_cols + kEpilogueThreads - 1) / kEpilogueThreads;
   narrowfloat_convert_bias<<<static_cast<unsigned>(blocks), kEpilogueThreads, 0, stream>>>(
       bias, from, cols, out, to, padded_cols);
+  NF_CUDA(cudaGetLastError());
+}
+
+void pad_codes(const void* codes, int64_t rows, int64_t cols, int64_t row_stride,
+               int64_t col_stride, void* out, cudaStream_t stream) {
+  const int64_t out_rows = padded(rows);
+  if (out_rows * padded(cols) == 0) return;
+  const int blocks = static_cast<int>(out_rows < 65536 ? out_rows : 65536);
+  narrowfloat_pad_codes<<<blocks, kEpilogueThreads, 0, stream>>>(
+      static_cast<const uint8_t*>(codes), rows, cols, row_stride, col_stride,
+      static_cast<uint8_t*>(out), out_rows, padded(cols));
   NF_CUDA(cudaGetLastError());
 }
 

@@ -18,4 +18,9 @@ void finish_rows(const void* in, int64_t ld, void* out, Real type, int64_t rows,
 void convert_bias(const void* bias, Real from, int64_t cols, void* out, Real to,
                   int64_t padded_cols, cudaStream_t stream);
 
+// out [padded(rows), padded(cols)] = codes [rows, cols] of one byte at r * row_stride + c *
+// col_stride, zeros beyond.
+void pad_codes(const void* codes, int64_t rows, int64_t cols, int64_t row_stride,
+               int64_t col_stride, void* out, cudaStream_t stream);
+
 }  // namespace narrowfloat

@@ -1,70 +1,21 @@
 // Decides how a linear layer's forward and backward are put together, each in one call.
 #include "cublaslt.h"
-#include "epilogue.h"
 #include "ops.h"
+#include "product.h"
 
 namespace narrowfloat {
 namespace {
 
-// What one product of a layer needs beyond its operands, found before the scratch is allocated.
-struct Product {
-  int64_t m, n, k;  // d [m, n], k contracted; unpadded
-  Real d_type;
-  bool padded_d = false;    // n does not fill 16-byte rows: written to the scratch, then copied
-  bool bias_apart = false;  // the bias is added after the product, in fp32
-  bool bias_converted = false;
-  int64_t d_first = 0, bias_first = 0;  // in the scratch
+// Two tensors' {scale, multiplier}, each at an address that is a multiple of 16.
+constexpr int64_t kScales = 8, kWScale = 4;
 
-  void set(int64_t m_, int64_t n_, int64_t k_, Real d_type_, Scratch& scratch) {
-    m = m_, n = n_, k = k_, d_type = d_type_;
-    padded_d = n * size_of(d_type) % 16 != 0;
-    if (padded_d) d_first = scratch.add(m * padded(n) * size_of(d_type));
-  }
-
-  void set_bias(const void* bias, Real type, Scratch& scratch) {
-    bias_apart = d_type == Real::f32;  // cuBLASLt takes no fp32 bias
-    bias_converted = !bias_apart && (type != bias_type(d_type) || padded_d ||
-                                     reinterpret_cast<uintptr_t>(bias) % 16 != 0);
-    if (bias_converted) bias_first = scratch.add(padded(n) * 2);
-  }
-
-  // d contiguous [m, n]; a [m, k] and b [n, k] padded with zeros to multiples of 16.
-  void run(Operand a, Operand b, void* d, const void* bias, Real bias_real, bool fast,
-           const Scratch& scratch, int64_t workspace, const Launch& on) const {
-    if (m * n == 0) return;
-    if (k == 0) {
-      finish_rows(nullptr, n, d, d_type, m, n, bias, bias_real, on.stream);
-      return;
-    }
-    Matmul p{};
-    a.rows = m, a.ld = padded(k);
-    b.rows = padded_d ? padded(n) : n, b.ld = padded(k);
-    p.a = a, p.b = b, p.k = padded(k);
-    p.d = padded_d ? scratch.at(d_first) : d;
-    p.d_type = d_type, p.ldd = b.rows;
-    p.fast = fast;
-    if (bias_converted) {
-      convert_bias(bias, bias_real, n, scratch.at(bias_first), bias_type(d_type), padded(n),
-                   on.stream);
-    }
-    if (bias && !bias_apart) p.bias = bias_converted ? scratch.at(bias_first) : bias;
-    matmul(p, scratch.at(workspace), on.device, on.stream);
-    if (padded_d || bias_apart) {
-      const bool add = bias && bias_apart;
-      if (padded_d || add) {
-        finish_rows(p.d, p.ldd, d, d_type, m, n, add ? bias : nullptr, bias_real, on.stream);
-      }
-    }
-  }
-};
-
-const float* scale_of(const Tensor& scale, const char* op, const char* name) {
-  NF_CHECK(scale.numel() == 2 && scale.is_contiguous() &&
-               scale.scalar_type() == ScalarType::Float &&
-               reinterpret_cast<uintptr_t>(scale.data_ptr()) % 16 == 0,
-           op, ": expected ", name, " as float32 [2] on 16 bytes (scale and multiplier, as "
-           "narrowfloat::quantize returns them)");
-  return static_cast<const float*>(scale.data_ptr());
+float* scales_of(const Tensor& scales, int64_t least, const char* op, const char* name) {
+  NF_CHECK(scales.numel() >= least && scales.is_contiguous() &&
+               scales.scalar_type() == ScalarType::Float &&
+               reinterpret_cast<uintptr_t>(scales.data_ptr()) % 16 == 0,
+           op, ": expected ", name, " as float32 [", least, "] at an address that is a multiple of "
+           "16, as narrowfloat's operators return it");
+  return static_cast<float*>(scales.data_ptr());
 }
 
 void check_codes(const Tensor& q, int64_t rows, int64_t cols, Element element, const char* op,
@@ -78,17 +29,18 @@ void check_codes(const Tensor& q, int64_t rows, int64_t cols, Element element, c
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> linear_forward(
+std::tuple<Tensor, Tensor, Tensor> linear_forward(
     const Tensor& x, const Tensor& w, std::optional<Tensor> bias, std::optional<Tensor> w_rows,
     std::optional<Tensor> w_scale, int64_t x_format, int64_t w_format, bool fast, bool save_x) {
   constexpr const char* op = "linear";
+  NF_CHECK(x.is_cuda(), op, ": expected w on cpu as x is, got cuda (move one of them)");
   const Launch on(x, op, "x");
   check_same_device(w, x, op, "w");
-  NF_CHECK(w.dim() == 2, op, ": expected w [N,K], got ", w.dim(), " dimensions");
+  NF_CHECK(w.dim() == 2, op, ": expected w [N,K], got ", w.dim(), " dimensions ", shape_of(w));
   const Matrix xm(x, op, "x");
   const int64_t m = xm.rows, k = xm.cols, n = w.size(0);
-  NF_CHECK(w.size(1) == k, op, ": expected x [..., K] and w [N,K] with one K, got ", k, " and ",
-           w.size(1));
+  NF_CHECK(w.size(1) == k, op, ": expected x [..., K] and w [N,K] with one K, got ", shape_of(x),
+           " and ", shape_of(w), " (w is multiplied transposed)");
   const Element x_element = element_of(x_format, op), w_element = element_of(w_format, op);
   const bool reused = w_rows.has_value() && w_scale.has_value();
 
@@ -96,44 +48,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_forward(
   Tensor y = empty(with_last(x, n), x.scalar_type(), on.device);
   Tensor x_columns = save_x ? empty({padded(k), padded(m)}, dtype_of(x_element), on.device)
                             : empty({0}, dtype_of(x_element), on.device);
-  Tensor x_scale = empty({2}, ScalarType::Float, on.device);
-  Tensor new_w_scale = reused ? empty({0}, ScalarType::Float, on.device)
-                              : empty({2}, ScalarType::Float, on.device);
+  Tensor scales = empty({kScales}, ScalarType::Float, on.device);
+  float* const x_scale = static_cast<float*>(scales.data_ptr());
 
   // scratch
   Scratch scratch;
-  Product product;
-  product.set(m, n, k, xm.type, scratch);
-  Real bias_real = Real::f32;
-  const void* bias_data = nullptr;
+  Product product(m, n, k, xm.type, scratch);
   std::optional<Tensor> bias_owner;
   if (bias) {
     check_same_device(*bias, x, op, "bias");
     NF_CHECK(bias->dim() == 1 && bias->size(0) == n, op, ": expected bias [", n, "], got ",
-             bias->numel(), " elements");
+             shape_of(*bias));
     bias_owner = bias->is_contiguous() ? *bias : torch::stable::contiguous(*bias);
-    bias_real = real_of(bias->scalar_type(), op, "bias");
-    bias_data = bias_owner->data_ptr();
-    product.set_bias(bias_data, bias_real, scratch);
+    product.plan_bias(bias_owner->data_ptr(), real_of(bias->scalar_type(), op, "bias"), scratch);
   }
   const int64_t x_first = scratch.add(padded(m) * padded(k));
   const int64_t w_first = reused ? 0 : scratch.add(padded(n) * padded(k));
   const int64_t workspace = scratch.add(workspace_bytes(on.device));
   QuantizeJob jobs[kMaxJobs];
   int count = 0;
-  jobs[count++] = xm.job(x_element, nullptr, save_x ? x_columns.data_ptr() : nullptr,
-                         static_cast<float*>(x_scale.data_ptr()), false);
+  jobs[count++] =
+      xm.job(x_element, kInScratch, save_x ? x_columns.data_ptr() : nullptr, x_scale, false);
   std::optional<Matrix> wm;
   if (reused) {
     check_codes(*w_rows, n, k, w_element, op, "w_rows");
   } else {
     wm.emplace(w, op, "w");
-    jobs[count++] = wm->job(w_element, nullptr, nullptr,
-                            static_cast<float*>(new_w_scale.data_ptr()), false);
+    jobs[count++] = wm->job(w_element, kInScratch, nullptr, x_scale + kWScale, false);
   }
-  // A plan's size depends on which copies a job writes, not on where: any address will do.
-  uint8_t* const somewhere = reinterpret_cast<uint8_t*>(uintptr_t{256});
-  for (int j = 0; j < count; ++j) jobs[j].q_rows = somewhere;
   const int64_t partials = scratch.add(plan_quantize(jobs, count, on.device).scratch_bytes);
   scratch.allocate(on.device);
 
@@ -141,18 +83,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_forward(
   jobs[0].q_rows = scratch.at(x_first);
   if (!reused) jobs[1].q_rows = scratch.at(w_first);
   quantize(plan_quantize(jobs, count, on.device), scratch.at(partials), on.stream);
-  const Operand a{scratch.at(x_first), m, 0, x_element,
-                  static_cast<const float*>(x_scale.data_ptr())};
-  const Operand b = reused ? Operand{w_rows->data_ptr(), n, 0, w_element,
-                                     scale_of(*w_scale, op, "w_scale")}
-                           : Operand{scratch.at(w_first), n, 0, w_element,
-                                     static_cast<const float*>(new_w_scale.data_ptr())};
-  product.run(a, b, y.data_ptr(), bias_data, bias_real, fast, scratch, workspace, on);
-  return {y, x_columns, x_scale, new_w_scale};
+  const Operand a{scratch.at(x_first), m, padded(k), x_element, x_scale};
+  const Operand b =
+      reused ? Operand{w_rows->data_ptr(), n, padded(k), w_element,
+                       scales_of(*w_scale, 2, op, "w_scale")}
+             : Operand{scratch.at(w_first), n, padded(k), w_element, x_scale + kWScale};
+  product.run(a, b, y.data_ptr(), fast, scratch, workspace, on);
+  return {y, x_columns, scales};
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_backward(
-    const Tensor& dy, std::optional<Tensor> x_columns, std::optional<Tensor> x_scale,
+    const Tensor& dy, std::optional<Tensor> x_columns, std::optional<Tensor> scales,
     std::optional<Tensor> w, std::optional<Tensor> w_columns, std::optional<Tensor> w_scale,
     int64_t in_features, int64_t dy_format, int64_t w_format, bool fast_dgrad, bool fast_wgrad,
     bool need_dx, std::optional<ScalarType> dw_dtype, std::optional<ScalarType> db_dtype) {
@@ -163,26 +104,28 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
   const bool need_dw = dw_dtype.has_value(), need_db = db_dtype.has_value();
   const Element dy_element = element_of(dy_format, op), w_element = element_of(w_format, op);
   const bool held = w_columns.has_value();
+  const bool w_measured = scales && scales->numel() >= kScales;  // in the forward
 
   // operands
-  const float* x_scale_data = nullptr;
+  const float* x_scale = nullptr;
+  Element x_element = Element::e4m3;
   if (need_dw) {
-    NF_CHECK(x_columns && x_scale, op, ": expected x_columns and x_scale for dw, got none");
+    NF_CHECK(x_columns && scales, op, ": expected x_columns and scales for dw, got none");
     check_same_device(*x_columns, dy, op, "x_columns");
-    check_codes(*x_columns, k, m, element_of(*x_columns, op, "x_columns"), op, "x_columns");
-    x_scale_data = scale_of(*x_scale, op, "x_scale");
+    x_element = element_of(*x_columns, op, "x_columns");
+    check_codes(*x_columns, k, m, x_element, op, "x_columns");
+    x_scale = scales_of(*scales, 2, op, "scales");
   }
+  std::optional<Matrix> wm;
   if (need_dx && held) {
     check_same_device(*w_columns, dy, op, "w_columns");
     check_codes(*w_columns, k, n, w_element, op, "w_columns");
     NF_CHECK(w_scale, op, ": expected w_scale with w_columns, got none");
-  }
-  std::optional<Matrix> wm;
-  if (need_dx && !held) {
+  } else if (need_dx) {
     NF_CHECK(w, op, ": expected w for dx, got none");
     check_same_device(*w, dy, op, "w");
-    NF_CHECK(w->dim() == 2 && w->size(0) == n && w->size(1) == k, op, ": expected w [", n, ", ", k,
-             "] for dy [..., ", n, "]");
+    NF_CHECK(w->dim() == 2 && w->size(0) == n && w->size(1) == k, op, ": expected w (", n, ", ", k,
+             ") for dy [..., ", n, "], got ", shape_of(*w));
     wm.emplace(*w, op, "w");
   }
 
@@ -196,51 +139,48 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
   // scratch
   Scratch scratch;
   Product dgrad, wgrad;
-  if (need_dx) dgrad.set(m, k, n, dym.type, scratch);
-  if (need_dw) wgrad.set(n, k, m, real_of(*dw_dtype, op, "dw_dtype"), scratch);
+  if (need_dx) dgrad = Product(m, k, n, dym.type, scratch);
+  if (need_dw) wgrad = Product(n, k, m, real_of(*dw_dtype, op, "dw_dtype"), scratch);
   const int64_t codes = padded(m) * padded(n);
   const int64_t rows_first = scratch.add(need_dx ? codes : 0);
   const int64_t columns_first = scratch.add(need_dw ? codes : 0);
   const int64_t w_first = scratch.add(wm ? padded(n) * padded(k) : 0);
-  const int64_t dy_scale = scratch.add(2 * sizeof(float));
-  const int64_t new_w_scale = scratch.add(2 * sizeof(float));
+  const int64_t scales_first = scratch.add(kScales * sizeof(float));
   const int64_t workspace = scratch.add(workspace_bytes(on.device));
   QuantizeJob jobs[kMaxJobs];
-  const auto fill = [&](bool sized) {  // sized: the scratch exists and has addresses
-    uint8_t* const somewhere = reinterpret_cast<uint8_t*>(uintptr_t{256});
-    const auto at = [&](int64_t first) { return sized ? scratch.at(first) : somewhere; };
-    const bool codes_needed = need_dx || need_dw;
-    jobs[0] = dym.job(dy_element, need_dx ? at(rows_first) : nullptr,
-                      need_dw ? at(columns_first) : nullptr,
-                      codes_needed ? reinterpret_cast<float*>(at(dy_scale)) : nullptr,
-                      !codes_needed);
-    jobs[0].column_sums = need_db ? db.data_ptr() : nullptr;
-    jobs[0].sums_type = need_db ? real_of(*db_dtype, op, "db_dtype") : Real::f32;
-    if (!wm) return 1;
-    float* scale = w_scale ? const_cast<float*>(scale_of(*w_scale, op, "w_scale"))
-                           : reinterpret_cast<float*>(at(new_w_scale));
-    jobs[1] = wm->job(w_element, nullptr, at(w_first), scale, w_scale.has_value());
-    return 2;
-  };
-  const int64_t partials =
-      scratch.add(plan_quantize(jobs, fill(false), on.device).scratch_bytes);
+  int count = 0;
+  jobs[count++] = dym.job(dy_element, need_dx ? kInScratch : nullptr,
+                          need_dw ? kInScratch : nullptr, kInScratch, !(need_dx || need_dw));
+  if (need_db) {
+    jobs[0].column_sums = db.data_ptr();
+    jobs[0].sums_type = real_of(*db_dtype, op, "db_dtype");
+  }
+  if (wm) jobs[count++] = wm->job(w_element, nullptr, kInScratch, kInScratch, w_measured);
+  const int64_t partials = scratch.add(plan_quantize(jobs, count, on.device).scratch_bytes);
   scratch.allocate(on.device);
 
   // quantize dy both ways and w across, sum the bias gradient, multiply twice
-  const int count = fill(true);
+  float* const dy_scale = scratch.at<float>(scales_first);
+  float* const new_w_scale = w_measured ? scales_of(*scales, kScales, op, "scales") + kWScale
+                                        : dy_scale + kWScale;
+  jobs[0].scale = need_dx || need_dw ? dy_scale : nullptr;
+  if (need_dx) jobs[0].q_rows = scratch.at(rows_first);
+  if (need_dw) jobs[0].q_columns = scratch.at(columns_first);
+  if (wm) {
+    jobs[1].scale = new_w_scale;
+    jobs[1].q_columns = scratch.at(w_first);
+  }
   quantize(plan_quantize(jobs, count, on.device), scratch.at(partials), on.stream);
-  const float* dy_scale_data = scratch.at<float>(dy_scale);
   if (need_dx) {
-    const Operand a{scratch.at(rows_first), m, 0, dy_element, dy_scale_data};
-    const Operand b{held ? w_columns->data_ptr() : scratch.at(w_first), k, 0, w_element,
-                    w_scale ? scale_of(*w_scale, op, "w_scale") : scratch.at<float>(new_w_scale)};
-    dgrad.run(a, b, dx.data_ptr(), nullptr, Real::f32, fast_dgrad, scratch, workspace, on);
+    const Operand a{scratch.at(rows_first), m, padded(n), dy_element, dy_scale};
+    const Operand b{held ? w_columns->data_ptr() : scratch.at(w_first), k, padded(n), w_element,
+                    held ? scales_of(*w_scale, 2, op, "w_scale") : new_w_scale};
+    dgrad.run(a, b, dx.data_ptr(), fast_dgrad, scratch, workspace, on);
   }
   if (need_dw) {
-    const Operand a{scratch.at(columns_first), n, 0, dy_element, dy_scale_data};
-    const Operand b{x_columns->data_ptr(), k, 0, element_of(*x_columns, op, "x_columns"),
-                    x_scale_data};
-    wgrad.run(a, b, dw.data_ptr(), nullptr, Real::f32, fast_wgrad, scratch, workspace, on);
+    const Operand a{scratch.at(columns_first), n, padded(m), dy_element, dy_scale};
+    const Operand b{x_columns->data_ptr(), k, padded(m), x_element, x_scale};
+    wgrad.run(a, b, dw.data_ptr(), fast_wgrad, scratch, workspace, on);
   }
   return {dx, dw, db};
 }

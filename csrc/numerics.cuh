@@ -38,7 +38,10 @@ __device__ inline float2 scale_from_amax(uint32_t amax_bits, Element e) {
   const float amax = __uint_as_float(amax_bits);
   const float max = max_of(e);
   if (amax == 0.f) return make_float2(1.f, 1.f);
-  float multiplier = __fdiv_rn(max, amax);  // Inf for an amax under max / FLT_MAX, NaN for NaN
+  if (amax_bits > 0x7f800000u) {  // one NaN, as the reference has it
+    return make_float2(__uint_as_float(0x7fc00000u), __uint_as_float(0x7fc00000u));
+  }
+  float multiplier = __fdiv_rn(max, amax);  // Inf for an amax under max / FLT_MAX
   if (multiplier > kFltMax) multiplier = kFltMax;
   return make_float2(__fdiv_rn(amax, max), multiplier);
 }

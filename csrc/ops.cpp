@@ -8,6 +8,7 @@
 
 #include "cublaslt.h"
 #include "epilogue.h"
+#include "product.h"
 
 namespace narrowfloat {
 
@@ -20,11 +21,45 @@ Element element_of(int64_t format, const char* op) {
   return static_cast<Element>(format);
 }
 
+const char* dtype_name(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
+    case ScalarType::Float8_e5m2:
+      return "float8_e5m2";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Bool:
+      return "bool";
+    default:
+      return "another dtype";
+  }
+}
+
+std::string shape_of(const Tensor& t) {
+  std::string text = "(";
+  for (const int64_t size : t.sizes()) text += message(text.size() > 1 ? ", " : "", size);
+  return text + (t.dim() == 1 ? ",)" : ")");
+}
+
 Element element_of(const Tensor& q, const char* op, const char* name) {
   if (q.scalar_type() == ScalarType::Float8_e4m3fn) return Element::e4m3;
   if (q.scalar_type() == ScalarType::Float8_e5m2) return Element::e5m2;
   throw pybind11::type_error(message(op, ": expected ", name,
-                                     " in float8_e4m3fn or float8_e5m2 (quantize it first)"));
+                                     " in float8_e4m3fn or float8_e5m2, got ",
+                                     dtype_name(q.scalar_type()), " (quantize it first)"));
 }
 
 Real real_of(ScalarType dtype, const char* op, const char* name) {
@@ -37,15 +72,20 @@ Real real_of(ScalarType dtype, const char* op, const char* name) {
       return Real::f16;
     default:
       throw pybind11::type_error(message(op, ": expected ", name,
-                                         " in float32, bfloat16 or float16 (convert it first)"));
+                                         " in float32, bfloat16 or float16, got ",
+                                         dtype_name(dtype), " (convert it first)"));
   }
 }
 
 namespace {
 
+std::string device_name(const Tensor& t) {
+  return t.is_cuda() ? message("cuda:", t.get_device_index()) : t.is_cpu() ? "cpu" : "another";
+}
+
 int cuda_index(const Tensor& t, const char* op, const char* name) {
   NF_CHECK(t.is_cuda(), op, ": expected ", name,
-           " on the CUDA device of the other operands, got it elsewhere (move it there)");
+           " on the CUDA device of another operand, got it on ", device_name(t), " (move it there)");
   return t.get_device_index();
 }
 
@@ -164,8 +204,9 @@ std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
 }
 
 void check_same_device(const Tensor& t, const Tensor& as, const char* op, const char* name) {
-  NF_CHECK(t.is_cuda() && t.get_device_index() == as.get_device_index(), op, ": expected ", name,
-           " on cuda:", as.get_device_index(), " as the first operand is (move it there)");
+  const std::string here = device_name(as), there = device_name(t);
+  NF_CHECK(here == there && t.is_cuda(), op, ": expected ", name, " on ", here,
+           " as the first operand is, got ", there, " (move it there)");
 }
 
 std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, int64_t format, bool rows,
@@ -201,78 +242,81 @@ std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, int64_t format, 
 
 namespace {
 
-Operand operand_of(const Tensor& q, const Tensor& scale, const char* op, const char* name) {
-  NF_CHECK(q.dim() == 2, op, ": expected ", name, " of two dimensions, got ", q.dim());
-  const int64_t ld = q.size(0) <= 1 ? padded(q.size(1)) : q.stride(0);
-  NF_CHECK(q.size(1) % kPad == 0 && (q.size(1) <= 1 || q.stride(1) == 1) && ld % kPad == 0 &&
-               ld >= q.size(1) && reinterpret_cast<uintptr_t>(q.data_ptr()) % kPad == 0,
-           op, ": expected ", name, " row-major with its columns (", q.size(1),
-           "), its row stride (", ld, ") and its address multiples of 16 "
-           "(narrowfloat.ops.scaled_mm pads)");
-  NF_CHECK(scale.scalar_type() == ScalarType::Float && scale.numel() >= 1, op,
-           ": expected the scale of ", name, " in float32");
-  NF_CHECK(reinterpret_cast<uintptr_t>(scale.data_ptr()) % 16 == 0, op,
-           ": expected the scale of ", name, " at an address that is a multiple of 16 "
-           "(.clone() it)");
-  return {q.data_ptr(), q.size(0), ld, element_of(q, op, name),
-          static_cast<const float*>(scale.data_ptr())};
-}
+// A quantized operand [rows, k] as cuBLASLt takes it: as it is where its rows, address and sizes
+// are multiples of 16 (rows only of `b`, which is padded to whole 16-byte rows of d), else a
+// zero-padded copy in the scratch. Its scale likewise.
+class Prepared {
+ public:
+  Prepared(const Tensor& q, const Tensor& scale, bool pads_rows, const char* op, const char* name,
+           Scratch& scratch)
+      : q_(q), scale_(scale), element_(element_of(q, op, name)) {
+    NF_CHECK(q.dim() == 2, op, ": expected ", name, " of two dimensions, got ", shape_of(q));
+    NF_CHECK(scale.scalar_type() == ScalarType::Float && scale.numel() >= 1, op,
+             ": expected the scale of ", name, " in float32 with one element, got ",
+             dtype_name(scale.scalar_type()), " ", shape_of(scale));
+    rows_ = q.size(0), k_ = q.size(1);
+    ld_ = rows_ <= 1 ? padded(k_) : q.stride(0);
+    const bool aligned = reinterpret_cast<uintptr_t>(q.data_ptr()) % kPad == 0;
+    as_is_ = k_ % kPad == 0 && q.stride(1) == 1 && ld_ % kPad == 0 && ld_ >= k_ && aligned &&
+             !(pads_rows && rows_ % kPad != 0);
+    if (!as_is_) q_first_ = scratch.add(padded(rows_) * padded(k_));
+    scale_as_is_ = reinterpret_cast<uintptr_t>(scale.data_ptr()) % 16 == 0;
+    if (!scale_as_is_) scale_first_ = scratch.add(sizeof(float));
+  }
 
-Matmul problem_of(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
-                  const char* op) {
+  Operand in(const Scratch& scratch, const Launch& on) const {
+    const float* scale = static_cast<const float*>(scale_.data_ptr());
+    if (!scale_as_is_) {
+      NF_CUDA(cudaMemcpyAsync(scratch.at(scale_first_), scale, sizeof(float),
+                              cudaMemcpyDeviceToDevice, on.stream));
+      scale = scratch.at<float>(scale_first_);
+    }
+    if (as_is_) return {q_.data_ptr(), rows_, ld_, element_, scale};
+    pad_codes(q_.data_ptr(), rows_, k_, q_.stride(0), q_.stride(1), scratch.at(q_first_),
+              on.stream);
+    return {scratch.at(q_first_), rows_, padded(k_), element_, scale};
+  }
+
+ private:
+  const Tensor &q_, &scale_;
+  Element element_;
+  int64_t rows_ = 0, k_ = 0, ld_ = 0, q_first_ = 0, scale_first_ = 0;
+  bool as_is_ = false, scale_as_is_ = false;
+};
+
+void check_product(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                   const char* op) {
   check_same_device(b, a, op, "b");
   check_same_device(a_scale, a, op, "a_scale");
   check_same_device(b_scale, a, op, "b_scale");
-  Matmul p{};
-  p.a = operand_of(a, a_scale, op, "a");
-  p.b = operand_of(b, b_scale, op, "b");
-  NF_CHECK(a.size(1) == b.size(1), op, ": expected a [M,K] and b [N,K] with one K, got ",
-           a.size(1), " and ", b.size(1));
-  p.k = a.size(1);
-  return p;
+  NF_CHECK(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(1), op,
+           ": expected a [M,K] and b [N,K] with one K, got ", shape_of(a), " and ", shape_of(b));
 }
 
 }  // namespace
 
 Tensor scaled_mm_op(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                     std::optional<Tensor> bias, ScalarType out_dtype, bool fast) {
-  const Launch on(a, "scaled_mm", "a");
-  Matmul p = problem_of(a, b, a_scale, b_scale, "scaled_mm");
-  p.d_type = real_of(out_dtype, "scaled_mm", "out_dtype");
-  p.fast = fast;
-  NF_CHECK(p.b.rows % kPad == 0, "scaled_mm: expected b with a multiple of 16 rows, got ",
-           p.b.rows, " (narrowfloat.ops.scaled_mm pads)");
-  Tensor d = empty({p.a.rows, p.b.rows}, out_dtype, on.device);
-  if (d.numel() == 0) return d;
-  p.d = d.data_ptr();
-  p.ldd = p.b.rows;
-  const bool apart = bias && p.d_type == Real::f32;  // cuBLASLt takes no fp32 bias
+  constexpr const char* op = "scaled_mm";
+  const Launch on(a, op, "a");
+  check_product(a, b, a_scale, b_scale, op);
+  const int64_t m = a.size(0), n = b.size(0);
+  const Real d_type = real_of(out_dtype, op, "out_dtype");
+  Tensor d = empty({m, n}, out_dtype, on.device);
   Scratch scratch;
-  const int64_t workspace = scratch.add(workspace_bytes(on.device));
-  const int64_t converted = scratch.add(p.b.rows * 2);
-  scratch.allocate(on.device);
-  Real bias_real = Real::f32;
+  Product product(m, n, a.size(1), d_type, scratch);
   if (bias) {
-    check_same_device(*bias, a, "scaled_mm", "bias");
-    NF_CHECK(bias->numel() == p.b.rows && bias->is_contiguous(), "scaled_mm: expected bias [",
-             p.b.rows, "], contiguous, got ", bias->numel(), " elements");
-    bias_real = real_of(bias->scalar_type(), "scaled_mm", "bias");
-    if (!apart) {
-      convert_bias(bias->data_ptr(), bias_real, p.b.rows, scratch.at(converted),
-                   bias_type(p.d_type), p.b.rows, on.stream);
-      p.bias = scratch.at(converted);
-    }
+    check_same_device(*bias, a, op, "bias");
+    NF_CHECK(bias->dim() == 1 && bias->size(0) == n && bias->is_contiguous(), op,
+             ": expected bias [", n, "], contiguous, got ", shape_of(*bias));
+    product.plan_bias(bias->data_ptr(), real_of(bias->scalar_type(), op, "bias"), scratch);
   }
-  if (p.k == 0) {
-    finish_rows(nullptr, p.ldd, p.d, p.d_type, p.a.rows, p.b.rows, bias ? bias->data_ptr() : nullptr,
-                bias_real, on.stream);
-    return d;
-  }
-  matmul(p, scratch.at(workspace), on.device, on.stream);
-  if (apart) {
-    finish_rows(p.d, p.ldd, p.d, p.d_type, p.a.rows, p.b.rows, bias->data_ptr(), bias_real,
-                on.stream);
-  }
+  const Prepared a_ready(a, a_scale, false, op, "a", scratch);
+  const Prepared b_ready(b, b_scale, n * size_of(d_type) % 16 != 0, op, "b", scratch);
+  const int64_t workspace = scratch.add(workspace_bytes(on.device));
+  scratch.allocate(on.device);
+  product.run(a_ready.in(scratch, on), b_ready.in(scratch, on), d.data_ptr(), fast, scratch,
+              workspace, on);
   return d;
 }
 
@@ -280,24 +324,30 @@ void scaled_mm_accumulate_op(Tensor out, const Tensor& a, const Tensor& b, const
                              const Tensor& b_scale, bool fast) {
   constexpr const char* op = "scaled_mm_accumulate_";
   const Launch on(a, op, "a");
-  Matmul p = problem_of(a, b, a_scale, b_scale, op);
+  check_product(a, b, a_scale, b_scale, op);
   check_same_device(out, a, op, "out");
+  const int64_t m = a.size(0), n = b.size(0);
+  Matmul p{};
   p.d_type = real_of(out.scalar_type(), op, "out");
-  p.fast = fast;
-  p.accumulate = true;
-  NF_CHECK(out.dim() == 2 && out.size(0) == p.a.rows && out.size(1) == p.b.rows, op,
-           ": expected out [", p.a.rows, ", ", p.b.rows, "] for a [M,K] and b [N,K]");
+  NF_CHECK(out.dim() == 2 && out.size(0) == m && out.size(1) == n, op, ": expected out [", m, ", ",
+           n, "] for a [M,K] and b [N,K], got ", shape_of(out));
   p.d = out.data_ptr();
-  p.ldd = out.size(0) <= 1 ? out.size(1) : out.stride(0);
-  NF_CHECK(out.stride(1) == 1 && p.ldd * size_of(p.d_type) % 16 == 0 && p.b.rows % 8 == 0 &&
+  p.ldd = m <= 1 ? n : out.stride(0);
+  NF_CHECK((n <= 1 || out.stride(1) == 1) && p.ldd * size_of(p.d_type) % 16 == 0 && n % 8 == 0 &&
                reinterpret_cast<uintptr_t>(p.d) % 16 == 0,
            op, ": expected out row-major with rows on 16-byte boundaries and a multiple of 8 "
-           "columns, got ", p.b.rows, " columns and row stride ", p.ldd,
+           "columns, got ", n, " columns and row stride ", p.ldd,
            " (accumulate with torch where it is not)");
-  if (out.numel() == 0 || p.k == 0) return;
+  if (out.numel() == 0 || a.size(1) == 0) return;
   Scratch scratch;
+  const Prepared a_ready(a, a_scale, false, op, "a", scratch);
+  const Prepared b_ready(b, b_scale, false, op, "b", scratch);
   const int64_t workspace = scratch.add(workspace_bytes(on.device));
   scratch.allocate(on.device);
+  p.a = a_ready.in(scratch, on), p.b = b_ready.in(scratch, on);
+  p.k = padded(a.size(1));
+  p.fast = fast;
+  p.accumulate = true;
   matmul(p, scratch.at(workspace), on.device, on.stream);
 }
 

@@ -8,6 +8,7 @@
 
 #include <initializer_list>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -61,6 +62,10 @@ class Scratch {
   std::optional<Tensor> storage_;
 };
 
+// Stands for an address in a scratch that is still being planned: a plan depends on which copies are
+// made, not on where.
+inline float* const kInScratch = reinterpret_cast<float*>(uintptr_t{256});
+
 // x [..., K] seen as [M, K]: a view where strides allow one, else of a contiguous copy that it owns.
 struct Matrix {
   Tensor owner;
@@ -77,17 +82,20 @@ std::vector<int64_t> with_last(const Tensor& x, int64_t last);
 
 void check_same_device(const Tensor& t, const Tensor& as, const char* op, const char* name);
 
+const char* dtype_name(ScalarType dtype);
+std::string shape_of(const Tensor& t);  // "[2, 3]"
+
 std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, int64_t format, bool rows,
                                                bool columns, std::optional<Tensor> scale);
 Tensor scaled_mm_op(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                     std::optional<Tensor> bias, ScalarType out_dtype, bool fast);
 void scaled_mm_accumulate_op(Tensor out, const Tensor& a, const Tensor& b, const Tensor& a_scale,
                              const Tensor& b_scale, bool fast);
-std::tuple<Tensor, Tensor, Tensor, Tensor> linear_forward(
+std::tuple<Tensor, Tensor, Tensor> linear_forward(
     const Tensor& x, const Tensor& w, std::optional<Tensor> bias, std::optional<Tensor> w_rows,
     std::optional<Tensor> w_scale, int64_t x_format, int64_t w_format, bool fast, bool save_x);
 std::tuple<Tensor, Tensor, Tensor> linear_backward(
-    const Tensor& dy, std::optional<Tensor> x_columns, std::optional<Tensor> x_scale,
+    const Tensor& dy, std::optional<Tensor> x_columns, std::optional<Tensor> scales,
     std::optional<Tensor> w, std::optional<Tensor> w_columns, std::optional<Tensor> w_scale,
     int64_t in_features, int64_t dy_format, int64_t w_format, bool fast_dgrad, bool fast_wgrad,
     bool need_dx, std::optional<ScalarType> dw_dtype, std::optional<ScalarType> db_dtype);

@@ -57,20 +57,33 @@ QuantizeJob row_major(QuantizeJob job) {
   return job;
 }
 
+int64_t elements_of(const QuantizePlan& plan, const QuantizeStep& step) {
+  int64_t elements = 0;
+  for (int j = step.first; j < step.first + step.count; ++j) {
+    elements += plan.job[j].rows * plan.job[j].cols;
+  }
+  return elements;
+}
+
 // Few tiles of 128 rows leave multiprocessors idle; fp32 fills the registers with 64.
-int tile_rows(const QuantizePlan& plan, Real type, int64_t elements) {
-  if (type == Real::f32) return 64;
-  return elements <= device_of(plan.device).multiprocessors * 2 * 128 * int64_t{kTileCols} ? 64
-                                                                                           : 128;
+int tile_rows(const QuantizePlan& plan, const QuantizeStep& step) {
+  const int64_t few = device_of(plan.device).multiprocessors * int64_t{2} * 128 * kTileCols;
+  return plan.job[step.first].type == Real::f32 || elements_of(plan, step) <= few ? 64 : 128;
 }
 
 int64_t tiles_of(const QuantizeJob& job, int rows) {
   return writes(job) ? ceil_div(job.rows, rows) * ceil_div(job.cols, kTileCols) : 0;
 }
 
-int grid_for(int64_t tiles, int device, bool measures) {
-  const int64_t resident = int64_t{device_of(device).multiprocessors} * blocks_per_sm(measures);
+int grid_for(int64_t tiles, int device) {
+  const int64_t resident = int64_t{device_of(device).multiprocessors} * kBlocksPerSm;
   return static_cast<int>(std::clamp<int64_t>(tiles, 1, resident));
+}
+
+// Eight neighbours of a row lie in one or two aligned 16-byte words, in every row.
+bool vectors(const QuantizeJob& job) {
+  return job.col_stride == 1 && job.row_stride * size_of(job.type) % 16 == 0 &&
+         job.cols % 8 == 0 && reinterpret_cast<uintptr_t>(job.x) % 16 == 0;
 }
 
 struct MeasureShape {
@@ -81,7 +94,7 @@ struct MeasureShape {
 // As many blocks as the device holds, each a strip of columns and a slice of the bands of rows.
 MeasureShape measure_shape(const QuantizeJob& job, int device) {
   const int64_t band = (job.type == Real::f32 ? 4 : 8) * (kThreads / 32);
-  const int64_t resident = int64_t{device_of(device).multiprocessors} * blocks_per_sm(false);
+  const int64_t resident = int64_t{device_of(device).multiprocessors} * kBlocksPerSm;
   const int64_t strips = std::clamp<int64_t>(ceil_div(job.cols, kStripCols), 1, resident);
   const int64_t slices =
       std::clamp<int64_t>(resident / strips, 1, std::max<int64_t>(ceil_div(job.rows, band), 1));
@@ -99,30 +112,26 @@ QuantizeJob widened(QuantizeJob job) {
   return job;
 }
 
+int64_t tiles_of(const QuantizePlan& plan, const QuantizeStep& step, int rows) {
+  int64_t tiles = 0;
+  for (int j = step.first; j < step.first + step.count; ++j) tiles += tiles_of(plan.job[j], rows);
+  NF_CHECK(tiles < int64_t{1} << 31, "quantize: expected fewer than 2^31 tiles, got ", tiles,
+           " (split the tensor)");
+  return tiles;
+}
+
 struct Partials {
   int amax_count = 0;
   int64_t sum_count = 0;
   int64_t bytes = 0;  // amax first, then sums
 };
 
-int64_t total_elements(const QuantizePlan& plan) {
-  int64_t elements = 0;
-  for (int j = 0; j < plan.count; ++j) elements += plan.job[j].rows * plan.job[j].cols;
-  return elements;
-}
-
-int64_t total_tiles(const QuantizePlan& plan, int rows) {
-  int64_t tiles = 0;
-  for (int j = 0; j < plan.count; ++j) tiles += tiles_of(plan.job[j], rows);
-  return tiles;
-}
-
-Partials partials_of(const QuantizePlan& plan, int j) {
+Partials partials_of(const QuantizePlan& plan, const QuantizeStep& step, int j) {
   const QuantizeJob& job = plan.job[j];
   Partials p;
-  if (plan.together) {
-    const int rows = tile_rows(plan, job.type, total_elements(plan));
-    if (!job.scale_given) p.amax_count = grid_for(total_tiles(plan, rows), plan.device, true);
+  if (step.fused) {
+    const int rows = tile_rows(plan, step);
+    if (!job.scale_given) p.amax_count = grid_for(tiles_of(plan, step, rows), plan.device);
     if (job.column_sums) p.sum_count = ceil_div(job.rows, rows);
   } else {
     const MeasureShape shape = measure_shape(widened(job), plan.device);
@@ -134,12 +143,12 @@ Partials partials_of(const QuantizePlan& plan, int j) {
 }
 
 JobParams params_of(const QuantizeJob& job, int rows) {
-  const int64_t size = size_of(job.type);
   JobParams p{};
   p.x = job.x;
   p.rows = job.rows, p.cols = job.cols;
   p.row_stride = job.row_stride, p.col_stride = job.col_stride;
-  p.row_tiles = ceil_div(job.rows, rows), p.col_tiles = ceil_div(job.cols, kTileCols);
+  p.row_tiles = static_cast<uint32_t>(ceil_div(job.rows, rows));
+  p.col_tiles = static_cast<uint32_t>(ceil_div(job.cols, kTileCols));
   p.q_rows = job.q_rows, p.q_columns = job.q_columns;
   p.q_rows_ld = padded(job.cols), p.q_columns_ld = padded(job.rows);
   p.scale = job.scale;
@@ -147,14 +156,13 @@ JobParams params_of(const QuantizeJob& job, int rows) {
   p.format = job.format;
   p.sums_type = job.sums_type;
   p.scale_given = job.scale_given;
-  p.vectors = job.col_stride == 1 && job.row_stride * size % 16 == 0 && job.cols % 8 == 0 &&
-              reinterpret_cast<uintptr_t>(job.x) % 16 == 0;
   return p;
 }
 
-JobParams with_partials(const QuantizePlan& plan, int j, int rows, void* scratch) {
+JobParams with_partials(const QuantizePlan& plan, const QuantizeStep& step, int j, int rows,
+                        void* scratch) {
   JobParams params = params_of(plan.job[j], rows);
-  const Partials p = partials_of(plan, j);
+  const Partials p = partials_of(plan, step, j);
   char* here = static_cast<char*>(scratch) + plan.first_byte[j];
   params.amax_partials = p.amax_count ? reinterpret_cast<uint32_t*>(here) : nullptr;
   params.amax_count = p.amax_count;
@@ -169,26 +177,47 @@ void measure(const QuantizePlan& plan, int j, const JobParams& params, cudaStrea
   JobParams p = params_of(job, kTileCols);
   p.amax_partials = params.amax_partials;
   p.sum_partials = params.sum_partials;
-  launch_measure(p, job.type, shape.blocks, shape.slices, stream);
+  launch_measure(p, job.type, vectors(job), shape.blocks, shape.slices, stream);
 }
 
-// Jobs first .. first + count - 1 in one launch.
-void write(const QuantizePlan& plan, int first, int count, void* scratch, cudaStream_t stream) {
-  const Real type = plan.job[first].type;
-  int64_t elements = 0, tiles = 0;
-  for (int j = first; j < first + count; ++j) elements += plan.job[j].rows * plan.job[j].cols;
-  const int rows = tile_rows(plan, type, elements);
+void run(const QuantizePlan& plan, const QuantizeStep& step, void* scratch, cudaStream_t stream) {
+  const int rows = tile_rows(plan, step);
+  const int64_t tiles = tiles_of(plan, step, rows);
+  const int grid = grid_for(tiles, plan.device);
   QuantizeParams params{};
-  bool nothing = true;
-  for (int j = first; j < first + count; ++j) {
-    params.job[j - first] = with_partials(plan, j, rows, scratch);
-    params.tiles[j - first] = tiles_of(plan.job[j], rows);
-    tiles += params.tiles[j - first];
-    nothing &= plan.job[j].scale_given && !plan.job[j].column_sums;
+  params.count = step.count;
+  bool scales_or_sums = false;
+  int64_t before = 0;
+  for (int i = 0; i < step.count; ++i) {
+    const int j = step.first + i;
+    JobParams& job = params.job[i] = with_partials(plan, step, j, rows, scratch);
+    job.tiles = static_cast<uint32_t>(tiles_of(plan.job[j], rows));
+    job.first_block = static_cast<uint32_t>((grid - before % grid) % grid);
+    before += job.tiles;
+    scales_or_sums |= !plan.job[j].scale_given || plan.job[j].column_sums;
+    if ((job.amax_partials || job.sum_partials) && !step.fused) measure(plan, j, job, stream);
   }
-  if (nothing && tiles == 0) return;
-  launch_quantize(params, type, rows, plan.together, grid_for(tiles, plan.device, plan.together),
-                  stream);
+  if (tiles == 0 && !scales_or_sums) return;
+  const QuantizeJob& first = plan.job[step.first];
+  launch_quantize(params, first.type, rows, step.fused, vectors(first), grid, stream);
+}
+
+// What the L2 cache keeps is not read again from memory by the launch that measured it. Beyond that
+// two launches are as fast, and do not wait for the whole device as a grid barrier must.
+void choose_steps(QuantizePlan& plan) {
+  const int64_t fits = device_of(plan.device).l2_bytes * 2 / 3;
+  const auto fusible = [&](const QuantizeJob& job) {
+    return !job.scale_given && writes(job) && bytes_of(job) <= fits;
+  };
+  const QuantizeJob &a = plan.job[0], &b = plan.job[1];
+  if (plan.count == 2 && a.type == b.type && vectors(a) == vectors(b)) {
+    const bool small = writes(a) && writes(b) && bytes_of(a) + bytes_of(b) <= fits;
+    if (small ? fusible(a) || fusible(b) : !fusible(a) && !fusible(b)) {
+      plan.step[plan.steps++] = {0, 2, small};
+      return;
+    }
+  }
+  for (int j = 0; j < plan.count; ++j) plan.step[plan.steps++] = {j, 1, fusible(plan.job[j])};
 }
 
 }  // namespace
@@ -198,26 +227,16 @@ QuantizePlan plan_quantize(const QuantizeJob* jobs, int count, int device) {
   QuantizePlan plan{};
   plan.count = count;
   plan.device = device;
-  int64_t bytes = 0;
-  bool one_type = true, measures = false, all_write = true;
-  for (int j = 0; j < count; ++j) {
-    plan.job[j] = jobs[j];
-    bytes += bytes_of(jobs[j]);
-    one_type &= jobs[j].type == jobs[0].type;
-    all_write &= writes(jobs[j]);
-    measures |= !jobs[j].scale_given;
-  }
-  // What the L2 cache keeps is not read again from memory by the launch that measured it. Beyond
-  // that two launches are as fast, and do not wait for the whole device as a grid barrier must.
-  plan.together =
-      one_type && measures && all_write && bytes <= device_of(device).l2_bytes * 2 / 3;
   for (int j = 0; j < count; ++j) {
     if (sums_apart(jobs[j])) plan.sums_job[j] = jobs[j];
     plan.job[j] = row_major(jobs[j]);
   }
-  for (int j = 0; j < count; ++j) {
-    plan.first_byte[j] = plan.scratch_bytes;
-    plan.scratch_bytes += ceil_div(partials_of(plan, j).bytes, 16) * 16;
+  choose_steps(plan);
+  for (int s = 0; s < plan.steps; ++s) {
+    for (int j = plan.step[s].first; j < plan.step[s].first + plan.step[s].count; ++j) {
+      plan.first_byte[j] = plan.scratch_bytes;
+      plan.scratch_bytes += ceil_div(partials_of(plan, plan.step[s], j).bytes, 16) * 16;
+    }
   }
   return plan;
 }
@@ -227,19 +246,7 @@ void quantize(const QuantizePlan& plan, void* scratch, cudaStream_t stream) {
     const QuantizeJob& job = plan.sums_job[j];
     if (job.column_sums) launch_sums_of_contiguous(params_of(job, kTileCols), job.type, stream);
   }
-  if (!plan.together) {
-    for (int j = 0; j < plan.count; ++j) {
-      const JobParams params = with_partials(plan, j, kTileCols, scratch);
-      if (params.amax_partials || params.sum_partials) measure(plan, j, params, stream);
-    }
-    const bool one_launch = plan.count == 2 && plan.job[0].type == plan.job[1].type;
-    if (plan.count == 2 && !one_launch) {
-      write(plan, 0, 1, scratch, stream);
-      write(plan, 1, 1, scratch, stream);
-      return;
-    }
-  }
-  write(plan, 0, plan.count, scratch, stream);
+  for (int s = 0; s < plan.steps; ++s) run(plan, plan.step[s], scratch, stream);
 }
 
 }  // namespace narrowfloat

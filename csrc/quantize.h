@@ -32,13 +32,20 @@ struct QuantizeJob {
 
 constexpr int kMaxJobs = 2;
 
+// One launch that quantizes, after one that measures where it does not do so itself.
+struct QuantizeStep {
+  int first, count;  // jobs
+  bool fused;        // measures in the same launch
+};
+
 // How a call will run, decided before its scratch is allocated.
 struct QuantizePlan {
   QuantizeJob job[kMaxJobs];       // row-major: a column-major one comes as its transpose
   QuantizeJob sums_job[kMaxJobs];  // column sums that need a launch of their own
   int count;
   int device;
-  bool together;                 // all jobs in one launch that measures and quantizes
+  QuantizeStep step[kMaxJobs];
+  int steps;
   int64_t first_byte[kMaxJobs];  // of each job's partial results in the scratch
   int64_t scratch_bytes;
 };

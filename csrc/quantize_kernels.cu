@@ -1,6 +1,8 @@
 // Decides how a tensor becomes FP8 on the device: one pass that measures, one that writes both copies.
 #include <cooperative_groups.h>
 
+#include <type_traits>
+
 #include "check.h"
 #include "numerics.cuh"
 #include "quantize_kernels.h"
@@ -13,30 +15,30 @@ __device__ inline uint32_t bits_of(const T* p) {
   return *reinterpret_cast<const uint16_t*>(p);
 }
 
-// Elements (r, c) .. (r, c + 7), zero beyond the matrix.
-template <typename T>
-__device__ inline Eight<T> load8(const JobParams& job, int64_t r, int64_t c) {
+// Eight neighbours at p, the first `count` of them. With kVectors all eight (or none) lie in aligned
+// 16-byte words; a kernel is compiled for that alone, since the other loads would fill its
+// instruction cache.
+template <bool kVectors, typename T>
+__device__ inline Eight<T> load8(const T* p, [[maybe_unused]] int64_t col_stride, int64_t count) {
   Eight<T> v;
-#pragma unroll
-  for (int i = 0; i < Eight<T>::kWords; ++i) v.w[i] = 0;
-  if (r >= job.rows || c >= job.cols) return v;
-  const T* p = static_cast<const T*>(job.x) + r * job.row_stride + c * job.col_stride;
-  if (job.vectors) {  // then cols is a multiple of 8
+  if constexpr (kVectors) {
 #pragma unroll
     for (int i = 0; i < Eight<T>::kWords / 4; ++i) {
-      const uint4 q = reinterpret_cast<const uint4*>(p)[i];
+      const uint4 q = count > 0 ? reinterpret_cast<const uint4*>(p)[i] : make_uint4(0, 0, 0, 0);
       v.w[4 * i] = q.x, v.w[4 * i + 1] = q.y, v.w[4 * i + 2] = q.z, v.w[4 * i + 3] = q.w;
     }
-    return v;
-  }
+  } else {
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    if (c + j >= job.cols) break;
-    const T* e = p + j * job.col_stride;
-    if constexpr (sizeof(T) == 4) {
-      v.w[j] = __float_as_uint(*e);
-    } else {
-      v.w[j / 2] |= bits_of(e) << (16 * (j % 2));
+    for (int i = 0; i < Eight<T>::kWords; ++i) v.w[i] = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (j >= count) break;
+      const T* e = p + j * col_stride;
+      if constexpr (sizeof(T) == 4) {
+        v.w[j] = __float_as_uint(*e);
+      } else {
+        v.w[j / 2] |= bits_of(e) << (16 * (j % 2));
+      }
     }
   }
   return v;
@@ -45,7 +47,6 @@ __device__ inline Eight<T> load8(const JobParams& job, int64_t r, int64_t c) {
 // The largest of the block's values, in every thread. `shared` holds a word a warp.
 __device__ inline uint32_t block_max(uint32_t bits, uint32_t* shared) {
   bits = __reduce_max_sync(0xffffffffu, bits);
-  __syncthreads();
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = bits;
   __syncthreads();
   bits = threadIdx.x % 32 < kThreads / 32 ? shared[threadIdx.x % 32] : 0;
@@ -54,8 +55,8 @@ __device__ inline uint32_t block_max(uint32_t bits, uint32_t* shared) {
 
 // A block reads strips of 256 columns, its slice of every band of rows, the bands from first to
 // last: what the L2 cache still holds afterwards is the end of the matrix.
-template <typename T, bool kSums>
-__global__ void __launch_bounds__(kThreads, blocks_per_sm(false))
+template <typename T, bool kSums, bool kVectors>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     narrowfloat_measure(const __grid_constant__ JobParams job, int64_t slices) {
   constexpr int kUnroll = 32 / Eight<T>::kWords;  // 128 bytes in flight a thread
   constexpr int kWarps = kThreads / 32;
@@ -69,12 +70,17 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(false))
   Amax<T> amax;
   for (int64_t strip = blockIdx.x % strips_at_once; strip < strips && slice < slices;
        strip += strips_at_once) {
-    const int64_t c = strip * kStripCols + lane * 8;
+    const int64_t c = strip * kStripCols + lane * 8, count = job.cols - c;
+    const T* column = static_cast<const T*>(job.x) + c * job.col_stride;
     [[maybe_unused]] float sum[8] = {};
     for (int64_t band = slice; band * kBand < job.rows; band += slices) {
       Eight<T> v[kUnroll];
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) v[i] = load8<T>(job, band * kBand + i * kWarps + warp, c);
+      for (int i = 0; i < kUnroll; ++i) {
+        const int64_t r = band * kBand + i * kWarps + warp;
+        v[i] = load8<kVectors>(column + r * job.row_stride, job.col_stride,
+                               r < job.rows ? count : 0);
+      }
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
         amax.add(v[i]);
@@ -105,19 +111,65 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(false))
   if (threadIdx.x == 0 && job.amax_partials) job.amax_partials[blockIdx.x] = bits;
 }
 
+// A tile's place, and how much of the matrix and of its padded copies lies there.
+template <int kRows>
+struct Tile {
+  int64_t r0, c0;
+  int rows, cols, padded_rows, padded_cols;  // from r0, c0; at most the tile's, may be negative
+  uint32_t tile_row;
+
+  __device__ Tile(const JobParams& job, uint32_t index) {
+    tile_row = index / job.col_tiles;
+    const uint32_t tile_col = index - tile_row * job.col_tiles;
+    r0 = static_cast<int64_t>(tile_row) * kRows;
+    c0 = static_cast<int64_t>(tile_col) * kTileCols;
+    rows = static_cast<int>(min(job.rows - r0, static_cast<int64_t>(kRows)));
+    cols = static_cast<int>(min(job.cols - c0, static_cast<int64_t>(kTileCols)));
+    padded_rows = static_cast<int>(min(job.q_columns_ld - r0, static_cast<int64_t>(kRows)));
+    padded_cols = static_cast<int>(min(job.q_rows_ld - c0, static_cast<int64_t>(kTileCols)));
+  }
+};
+
 // A thread's share of a tile: kHalves times 4 rows x 8 columns.
 template <typename T, int kRows>
 struct TileShare {
   static constexpr int kHalves = kRows / 64;
   Eight<T> v[kHalves][4];
 
-  __device__ void load(const JobParams& job, int64_t tile) {
-    const int64_t r0 = tile / job.col_tiles * kRows + threadIdx.x / 16 * 4;
-    const int64_t c = tile % job.col_tiles * kTileCols + threadIdx.x % 16 * 8;
+  template <bool kVectors>
+  __device__ void load(const JobParams& job, const Tile<kRows>& tile) {
+    const int r = threadIdx.x / 16 * 4, c = threadIdx.x % 16 * 8;
+    const T* p = static_cast<const T*>(job.x) + (tile.r0 + r) * job.row_stride +
+                 (tile.c0 + c) * job.col_stride;
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) v[h][i] = load8<T>(job, r0 + h * 64 + i, c);
+      for (int i = 0; i < 4; ++i) {
+        v[h][i] = load8<kVectors>(p + (h * 64 + i) * job.row_stride, job.col_stride,
+                                  r + h * 64 + i < tile.rows ? tile.cols - c : 0);
+      }
+    }
+  }
+};
+
+// Its codes: row i of half h in words [h][i].
+template <int kRows>
+struct Codes {
+  uint32_t w[kRows / 64][4][2];
+
+  template <Element E, typename T>
+  __device__ void encode(const TileShare<T, kRows>& share, float multiplier) {
+#pragma unroll
+    for (int h = 0; h < kRows / 64; ++h) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const float2 a = pair(share.v[h][i], 2 * k), b = pair(share.v[h][i], 2 * k + 1);
+          w[h][i][k] = encode4<E>(a.x * multiplier, a.y * multiplier, b.x * multiplier,
+                                  b.y * multiplier);
+        }
+      }
     }
   }
 };
@@ -130,60 +182,58 @@ __device__ inline int shared_word(int column, int row_group) {
   return column * kWords + (row_group ^ ((column / 8 * 2) & (kWords - 1)));
 }
 
-template <Element E, typename T, int kRows>
-__device__ inline void write_tile(const JobParams& job, int64_t tile, float multiplier,
-                                  const TileShare<T, kRows>& share, uint32_t* shared) {
-  const int64_t r0 = tile / job.col_tiles * kRows, c0 = tile % job.col_tiles * kTileCols;
-  const int column_group = threadIdx.x % 16;
-  const int64_t c = c0 + column_group * 8;
+template <int kRows>
+__device__ inline void write_rows(const JobParams& job, const Tile<kRows>& tile,
+                                  const Codes<kRows>& codes) {
+  const int r = threadIdx.x / 16 * 4, c = threadIdx.x % 16 * 8;
+  if (c >= tile.padded_cols) return;
+  uint8_t* row = job.q_rows + (tile.r0 + r) * job.q_rows_ld + tile.c0 + c;
 #pragma unroll
-  for (int h = 0; h < TileShare<T, kRows>::kHalves; ++h) {
-    const int row_group = threadIdx.x / 16 + h * 16;
-    uint32_t code[4][2];
+  for (int h = 0; h < kRows / 64; ++h) {
+    if (r + h * 64 >= tile.padded_rows) return;  // padded to 16: four rows are in or out together
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const float2 a = pair(share.v[h][i], 2 * k), b = pair(share.v[h][i], 2 * k + 1);
-        code[i][k] = encode4<E>(a.x * multiplier, a.y * multiplier, b.x * multiplier,
-                                b.y * multiplier);
-      }
-      const int64_t r = r0 + row_group * 4 + i;
-      if (job.q_rows && r < job.q_columns_ld && c < job.q_rows_ld) {
-        *reinterpret_cast<uint2*>(job.q_rows + r * job.q_rows_ld + c) =
-            make_uint2(code[i][0], code[i][1]);
-      }
-    }
-    if (job.q_columns) {
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const Bytes4x4 t = transpose_bytes(code[0][k], code[1][k], code[2][k], code[3][k]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          shared[shared_word<kRows>(column_group * 8 + k * 4 + j, row_group)] = t.column[j];
-        }
-      }
-    }
-  }
-  if (!job.q_columns) return;
-  __syncthreads();
-  constexpr int kWords = kRows / 4;               // a column's run in words
-  constexpr int kColumnsAtOnce = kThreads / kWords;
-  const int word = threadIdx.x % kWords;
-  const int64_t r = r0 + word * 4;
-#pragma unroll 4
-  for (int i = 0; i < kTileCols / kColumnsAtOnce; ++i) {
-    const int column = threadIdx.x / kWords + i * kColumnsAtOnce;
-    if (c0 + column < job.q_rows_ld && r < job.q_columns_ld) {
-      *reinterpret_cast<uint32_t*>(job.q_columns + (c0 + column) * job.q_columns_ld + r) =
-          shared[shared_word<kRows>(column, word)];
+      *reinterpret_cast<uint2*>(row + (h * 64 + i) * job.q_rows_ld) =
+          make_uint2(codes.w[h][i][0], codes.w[h][i][1]);
     }
   }
 }
 
-// Column sums of a tile into sum_partials[row tile].
+template <int kRows>
+__device__ inline void write_columns(const JobParams& job, const Tile<kRows>& tile,
+                                     const Codes<kRows>& codes, uint32_t* shared) {
+#pragma unroll
+  for (int h = 0; h < kRows / 64; ++h) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const Bytes4x4 t = transpose_bytes(codes.w[h][0][k], codes.w[h][1][k], codes.w[h][2][k],
+                                         codes.w[h][3][k]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        shared[shared_word<kRows>(threadIdx.x % 16 * 8 + k * 4 + j, threadIdx.x / 16 + h * 16)] =
+            t.column[j];
+      }
+    }
+  }
+  __syncthreads();
+  constexpr int kWords = kRows / 4;  // a column's run in words
+  constexpr int kColumnsAtOnce = kThreads / kWords;
+  const int word = threadIdx.x % kWords, first = threadIdx.x / kWords;
+  if (word * 4 >= tile.padded_rows) return;
+  uint8_t* column = job.q_columns + (tile.c0 + first) * job.q_columns_ld + tile.r0 + word * 4;
+  const int64_t step = kColumnsAtOnce * job.q_columns_ld;
+#pragma unroll 4
+  for (int i = 0; i < kTileCols / kColumnsAtOnce; ++i, column += step) {
+    if (first + i * kColumnsAtOnce < tile.padded_cols) {
+      *reinterpret_cast<uint32_t*>(column) =
+          shared[shared_word<kRows>(first + i * kColumnsAtOnce, word)];
+    }
+  }
+}
+
+// Column sums of a tile into sum_partials[row of tiles].
 template <typename T, int kRows>
-__device__ inline void sum_tile(const JobParams& job, int64_t tile,
+__device__ inline void sum_tile(const JobParams& job, const Tile<kRows>& tile,
                                 const TileShare<T, kRows>& share, float* shared) {
   float sum[8] = {};
 #pragma unroll
@@ -205,96 +255,116 @@ __device__ inline void sum_tile(const JobParams& job, int64_t tile,
     if (lane < 16) shared[warp * kTileCols + lane * 8 + j] = sum[j];
   }
   __syncthreads();
-  const int64_t column = tile % job.col_tiles * kTileCols + threadIdx.x;
-  if (threadIdx.x < kTileCols && column < job.cols) {
+  if (static_cast<int>(threadIdx.x) < tile.cols) {
     float total = 0.f;
 #pragma unroll
     for (int i = 0; i < kThreads / 32; ++i) total += shared[i * kTileCols + threadIdx.x];
-    job.sum_partials[tile / job.col_tiles * job.cols + column] = total;
+    job.sum_partials[tile.tile_row * job.cols + tile.c0 + threadIdx.x] = total;
   }
 }
 
-// The job's {scale, multiplier}, in every thread, from the partial maxima or as given.
-__device__ inline float2 resolve_scale(const JobParams& job, uint32_t* shared) {
-  if (job.scale_given) return make_float2(job.scale[0], job.scale[1]);
-  uint32_t bits = 0;
-  for (int i = threadIdx.x; i < job.amax_count; i += kThreads) {
-    bits = max(bits, job.amax_partials[i]);
+// The jobs' {scale, multiplier}, in every thread, from the partial maxima or as given. Every warp
+// reads all partials, several a lane at once: one latency of L2, and no block-wide barrier.
+__device__ inline void resolve_scales(const QuantizeParams& p, float (&multiplier)[kMaxJobs]) {
+  uint32_t bits[kMaxJobs] = {};
+  const int longest = max(p.job[0].amax_count, p.job[1].amax_count);
+  for (int first = threadIdx.x % 32; first < longest; first += 4 * 32) {
+    uint32_t v[kMaxJobs][4];
+#pragma unroll
+    for (int j = 0; j < kMaxJobs; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = first + i * 32;
+        v[j][i] = at < p.job[j].amax_count ? __ldcg(p.job[j].amax_partials + at) : 0;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kMaxJobs; ++j) {
+      bits[j] = max(bits[j], max(max(v[j][0], v[j][1]), max(v[j][2], v[j][3])));
+    }
   }
-  const float2 s = scale_from_amax(block_max(bits, shared), job.format);
-  if (blockIdx.x == 0 && threadIdx.x == 0) job.scale[0] = s.x, job.scale[1] = s.y;
-  return s;
+#pragma unroll
+  for (int j = 0; j < kMaxJobs; ++j) {
+    const JobParams& job = p.job[j];
+    multiplier[j] = 1.f;
+    if (job.scale == nullptr) continue;
+    if (job.scale_given) {
+      multiplier[j] = job.scale[1];
+      continue;
+    }
+    const float2 s = scale_from_amax(__reduce_max_sync(0xffffffffu, bits[j]), job.format);
+    if (blockIdx.x == 0 && threadIdx.x == 0) job.scale[0] = s.x, job.scale[1] = s.y;
+    multiplier[j] = s.y;
+  }
+}
+
+// The first of the job's tiles that this block owns; it owns every gridDim.x-th from there.
+__device__ inline uint32_t first_tile(const JobParams& job) {
+  const uint32_t tile = blockIdx.x + job.first_block;
+  return tile < gridDim.x ? tile : tile - gridDim.x;
 }
 
 // Tiles of up to two tensors, spread over a persistent grid. With kMeasures the grid first takes
 // every amax, meets at a barrier, and then walks its tiles backwards: the last is still in its
 // registers, the ones before in L2.
-template <typename T, int kRows, bool kMeasures>
-__global__ void __launch_bounds__(kThreads, blocks_per_sm(kMeasures))
+template <typename T, int kRows, bool kMeasures, bool kVectors>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     narrowfloat_quantize(const __grid_constant__ QuantizeParams p) {
   constexpr int kWords = kTileCols * kRows / 4;
   constexpr int kSumWords = kMeasures ? kThreads / 32 * kTileCols : 0;
   __shared__ uint32_t shared[kWords > kSumWords ? kWords : kSumWords];
-  __shared__ uint32_t reduce[kThreads / 32];
-  const int64_t tiles = p.tiles[0] + p.tiles[1];
   TileShare<T, kRows> share;
-  int64_t in_registers = -1;
+  [[maybe_unused]] int held_job = 0;
+  bool held = false;
   if constexpr (kMeasures) {
-    Amax<T> amax[kMaxJobs];
-    for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      const int j = tile >= p.tiles[0];
+    __shared__ uint32_t reduce[kMaxJobs][kThreads / 32];
+#pragma unroll 1
+    for (int j = 0; j < p.count; ++j) {
       const JobParams& job = p.job[j];
       if (job.scale_given) continue;
-      const int64_t own = tile - (j ? p.tiles[0] : 0);
-      share.load(job, own);
-      in_registers = tile;
+      Amax<T> amax;
+      for (uint32_t i = first_tile(job); i < job.tiles; i += gridDim.x) {
+        const Tile<kRows> tile(job, i);
+        share.template load<kVectors>(job, tile);
+        held = true;
+        held_job = j;
 #pragma unroll
-      for (int h = 0; h < TileShare<T, kRows>::kHalves; ++h) {
+        for (int h = 0; h < TileShare<T, kRows>::kHalves; ++h) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (j) {
-            amax[1].add(share.v[h][i]);
-          } else {
-            amax[0].add(share.v[h][i]);
-          }
+          for (int r = 0; r < 4; ++r) amax.add(share.v[h][r]);
         }
+        if (job.sum_partials) sum_tile(job, tile, share, reinterpret_cast<float*>(shared));
       }
-      if (job.sum_partials) sum_tile<T, kRows>(job, own, share, reinterpret_cast<float*>(shared));
-    }
-#pragma unroll
-    for (int j = 0; j < kMaxJobs; ++j) {
-      if (p.job[j].amax_partials == nullptr) continue;
-      const uint32_t bits = block_max(amax[j].bits(), reduce);
-      if (threadIdx.x == 0) p.job[j].amax_partials[blockIdx.x] = bits;
+      const uint32_t bits = block_max(amax.bits(), reduce[j]);
+      if (threadIdx.x == 0) job.amax_partials[blockIdx.x] = bits;
     }
     cooperative_groups::this_grid().sync();
   }
   float multiplier[kMaxJobs];
-#pragma unroll
-  for (int j = 0; j < kMaxJobs; ++j) {
-    multiplier[j] = p.job[j].scale ? resolve_scale(p.job[j], reduce).y : 1.f;
-  }
-  const int64_t own_tiles = tiles > blockIdx.x ? (tiles - 1 - blockIdx.x) / gridDim.x + 1 : 0;
-  for (int64_t i = own_tiles - 1; i >= 0; --i) {
-    const int64_t tile = blockIdx.x + i * gridDim.x;
-    const int j = tile >= p.tiles[0];
+  resolve_scales(p, multiplier);
+#pragma unroll 1
+  for (int s = 0; s < p.count; ++s) {
+    const int j = held_job ? p.count - 1 - s : s;  // first the job whose tile is in registers
     const JobParams& job = p.job[j];
-    const int64_t own = tile - (j ? p.tiles[0] : 0);
-    if (tile != in_registers) {
-      share.load(job, own);
-      in_registers = -1;
+    const float own_multiplier = j ? multiplier[1] : multiplier[0];
+    const uint32_t first = first_tile(job);
+    uint32_t own = job.tiles > first ? (job.tiles - 1 - first) / gridDim.x + 1 : 0;
+    while (own-- > 0) {
+      const Tile<kRows> tile(job, first + own * gridDim.x);
+      if (!held || j != held_job) share.template load<kVectors>(job, tile);
+      held = false;
+      Codes<kRows> codes;
+      if (job.format == Element::e4m3) {
+        codes.template encode<Element::e4m3>(share, own_multiplier);
+      } else {
+        codes.template encode<Element::e5m2>(share, own_multiplier);
+      }
+      if (job.q_rows) write_rows(job, tile, codes);
+      if (job.q_columns) {
+        __syncthreads();  // the tile before has been read out of shared memory
+        write_columns(job, tile, codes, shared);
+      }
     }
-    __syncthreads();  // the tile before has been read out of shared memory
-    const float m = j ? multiplier[1] : multiplier[0];
-    if (job.format == Element::e4m3) {
-      write_tile<Element::e4m3, T, kRows>(job, own, m, share, shared);
-    } else {
-      write_tile<Element::e5m2, T, kRows>(job, own, m, share, shared);
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kMaxJobs; ++j) {
-    const JobParams& job = p.job[j];
     if (job.column_sums == nullptr) continue;
     const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
     for (int64_t c = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; c < job.cols;
@@ -338,9 +408,18 @@ void with_type(Real type, F&& f) {
   }
 }
 
-template <typename T, int kRows, bool kMeasures>
+template <typename F>
+void with_bool(bool value, F&& f) {
+  if (value) {
+    f(std::true_type());
+  } else {
+    f(std::false_type());
+  }
+}
+
+template <typename T, int kRows, bool kMeasures, bool kVectors>
 void launch_tiles(const QuantizeParams& params, int blocks, cudaStream_t stream) {
-  auto* kernel = narrowfloat_quantize<T, kRows, kMeasures>;
+  auto* kernel = narrowfloat_quantize<T, kRows, kMeasures, kVectors>;
   if constexpr (kMeasures) {
     void* args[] = {const_cast<QuantizeParams*>(&params)};
     NF_CUDA(cudaLaunchCooperativeKernel(reinterpret_cast<void*>(kernel), dim3(blocks),
@@ -353,32 +432,35 @@ void launch_tiles(const QuantizeParams& params, int blocks, cudaStream_t stream)
 
 }  // namespace
 
-void launch_measure(const JobParams& job, Real type, int blocks, int64_t slices,
+void launch_measure(const JobParams& job, Real type, bool vectors, int blocks, int64_t slices,
                     cudaStream_t stream) {
   with_type(type, [&](auto t) {
-    using T = decltype(t);
-    if (job.sum_partials) {
-      narrowfloat_measure<T, true><<<blocks, kThreads, 0, stream>>>(job, slices);
-    } else {
-      narrowfloat_measure<T, false><<<blocks, kThreads, 0, stream>>>(job, slices);
-    }
+    with_bool(job.sum_partials != nullptr, [&](auto sums) {
+      with_bool(vectors, [&](auto v) {
+        narrowfloat_measure<decltype(t), decltype(sums)::value, decltype(v)::value>
+            <<<blocks, kThreads, 0, stream>>>(job, slices);
+      });
+    });
   });
   NF_CUDA(cudaGetLastError());
 }
 
 void launch_quantize(const QuantizeParams& params, Real type, int tile_rows, bool measures,
-                     int blocks, cudaStream_t stream) {
+                     bool vectors, int blocks, cudaStream_t stream) {
   with_type(type, [&](auto t) {
     using T = decltype(t);
-    if constexpr (sizeof(T) == 2) {
-      if (tile_rows == 128) {
-        measures ? launch_tiles<T, 128, true>(params, blocks, stream)
-                 : launch_tiles<T, 128, false>(params, blocks, stream);
-        return;
-      }
-    }
-    measures ? launch_tiles<T, 64, true>(params, blocks, stream)
-             : launch_tiles<T, 64, false>(params, blocks, stream);
+    with_bool(measures, [&](auto m) {
+      with_bool(vectors, [&](auto v) {
+        constexpr bool kMeasures = decltype(m)::value, kVectors = decltype(v)::value;
+        if constexpr (sizeof(T) == 2) {
+          if (tile_rows == 128) {
+            launch_tiles<T, 128, kMeasures, kVectors>(params, blocks, stream);
+            return;
+          }
+        }
+        launch_tiles<T, 64, kMeasures, kVectors>(params, blocks, stream);
+      });
+    });
   });
 }
 

@@ -8,15 +8,12 @@ namespace narrowfloat {
 constexpr int kThreads = 256;
 constexpr int kTileCols = 128;     // of a quantizing tile; its rows are a template argument
 constexpr int kStripCols = 256;    // of a measuring block: a warp reads 32 x 8 neighbours
-
-// Blocks of 256 that a multiprocessor holds at once, by bounding registers to 64 a thread. The
-// kernel that measures needs 80 to keep its tile in them without spilling.
-constexpr int blocks_per_sm(bool measures) { return measures ? 3 : 4; }
+constexpr int kBlocksPerSm = 4;   // resident at once; bounds registers to 64 a thread
 
 struct JobParams {
   const void* x;
   int64_t rows, cols, row_stride, col_stride;
-  int64_t row_tiles, col_tiles;
+  uint32_t row_tiles, col_tiles;
   uint8_t* q_rows;
   uint8_t* q_columns;
   int64_t q_rows_ld, q_columns_ld;  // padded(cols), padded(rows)
@@ -29,18 +26,20 @@ struct JobParams {
   Element format;
   Real sums_type;
   bool scale_given;
-  bool vectors;  // eight neighbours lie in one or two aligned 16-byte words
+  uint32_t tiles;        // 0 where no copy is wanted
+  uint32_t first_block;  // subtracted, modulo the grid, from the block that owns its first tile
 };
 
 struct QuantizeParams {
   JobParams job[kMaxJobs];
-  int64_t tiles[kMaxJobs];  // 0 for an absent job
+  int count;
 };
 
-void launch_measure(const JobParams& job, Real type, int blocks, int64_t slices,
+// vectors: eight neighbours of every row lie in one or two aligned 16-byte words
+void launch_measure(const JobParams& job, Real type, bool vectors, int blocks, int64_t slices,
                     cudaStream_t stream);
 void launch_quantize(const QuantizeParams& params, Real type, int tile_rows, bool measures,
-                     int blocks, cudaStream_t stream);
+                     bool vectors, int blocks, cudaStream_t stream);
 // column sums of a column-major matrix: out[c] = sum over r of x[c * col_stride + r]
 void launch_sums_of_contiguous(const JobParams& job, Real type, cudaStream_t stream);
 

@@ -63,7 +63,9 @@ def test_product(
         if b is not None:
             ref = ref + b.double()
         rounded = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-24}
-        bound = 2 * max(rounded[out_dtype], 2e-6 * max(1.0, k / 4096))
+        # Hopper's FP8 tensor cores sum the 32 products of one instruction in fewer than 24 bits,
+        # in exact accumulation too: 1e-4 seen on an H200.
+        bound = 2 * max(rounded[out_dtype], 1e-4 if device == "cuda" else 2e-6)
         if b is not None and out_dtype != torch.float32:
             bound += 2.0**-9  # the epilogue takes the bias in 16 bits
         if fast:
@@ -89,7 +91,7 @@ def test_accumulate(device: str, dtype: torch.dtype, m: int, n: int, k: int) -> 
     out = torch.randn(m, n, device=device).to(dtype)
     ref = out.double() + exact(qa, qb)
     ops.scaled_mm_accumulate_op(out, qa.data, qb.data, own_scale(qa), own_scale(qb), False)
-    assert relative_error(out, ref) <= (2e-6 if dtype == torch.float32 else 2.0**-8)
+    assert relative_error(out, ref) <= (2.0**-8 if dtype == torch.bfloat16 else 2e-4 if device == "cuda" else 2e-6)
 
 
 def test_unaligned_views(device: str) -> None:
@@ -142,24 +144,22 @@ def test_errors(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_operator_refuses_what_cublaslt_cannot_take(cuda: str) -> None:
-    """The operator below the wrapper never hands the library a problem it answers with a bare
-    status."""
-    qa, qb = operands(32, 48, 64, cuda)
+def test_a_refused_problem_is_printed(cuda: str) -> None:
+    """What cuBLASLt cannot do comes back as the whole problem, never as a bare status."""
+    qa, qb = operands(32, 48, 64, cuda, "e5m2", "e5m2")
     one = torch.ones((), device=cuda)
-    call = torch.ops.narrowfloat.scaled_mm
-    with pytest.raises(ValueError, match="multiples of 16"):
-        call(qa.data[:, :30], qb.data[:, :30], one, one, None, torch.bfloat16, True)
-    with pytest.raises(ValueError, match="multiples of 16"):
-        call(qa.data[:, 1:33], qb.data[:, :32], one, one, None, torch.bfloat16, True)
-    with pytest.raises(ValueError, match="multiple of 16 rows"):
-        call(qa.data, qb.data[:40], one, one, None, torch.bfloat16, True)
-    pair = torch.ones(2, device=cuda)
-    with pytest.raises(ValueError, match="address"):
-        call(qa.data, qb.data, pair[1], one, None, torch.bfloat16, True)
-    with pytest.raises(RuntimeError, match=r"no algorithm .* d \[32, 48\] = a \[32, 64\] e5m2"):
-        e5 = qa.data.float().to(torch.float8_e5m2)
-        call(e5, qb.data.float().to(torch.float8_e5m2), one, one, None, torch.bfloat16, True)
+    with pytest.raises(RuntimeError, match=r"no algorithm for d \[32, 48\] = a \[32, 64\] e5m2"):
+        torch.ops.narrowfloat.scaled_mm(qa.data, qb.data, one, one, None, torch.bfloat16, True)
+
+
+@pytest.mark.gpu
+def test_a_scale_anywhere(cuda: str) -> None:
+    """cuBLASLt launches fail on scales that are not on 16 bytes; ours may lie anywhere."""
+    qa, qb = operands(32, 48, 64, cuda)
+    scales = torch.tensor([1.0, 0.5, 2.0], device=cuda)
+    one = scales[:1].clone()
+    half = ops.scaled_mm(qa.data, qb.data, scales[1], scales[2:])
+    assert_same_bits(half, ops.scaled_mm(qa.data, qb.data, one, one))
 
 
 @pytest.mark.gpu

@@ -16,8 +16,8 @@ from .reuse import Held
 class LinearFunction(torch.autograd.Function):
     """y [..., N] = x [..., K] w [N,K]^T + bias [N], and its three gradients.
 
-    Saved for dw: x's FP8 transposed copy [K, M] and scales. Saved for dx: w itself, which costs
-    nothing, and its scales; or, where the weight is being reused, its held transposed copy.
+    Saved for dw: x's FP8 transposed copy [K, M] and scale. Saved for dx: w itself, which costs
+    nothing, and its scale; or, where the weight is being reused, its held transposed copy.
     Nothing is saved for a gradient that nobody needs.
     """
 
@@ -26,37 +26,35 @@ class LinearFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, held: Held | None
     ) -> Tensor:
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        if held is None:
-            w_rows = w_columns = held_scale = None
+        w_rows, w_columns, w_scale = (None, None, None) if held is None else held
+        y, x_columns, scales = ops.linear_forward(
+            x, w, bias, w_rows, w_scale, *recipe.forward_codes, need_dw
+        )
+        if need_dx:
+            keep = (w, None, None) if held is None else (None, w_columns, w_scale)
         else:
-            w_rows, w_columns, held_scale = held
-        y, x_columns, x_scale, w_scale = ops.linear_forward(
-            x, w, bias, w_rows, held_scale, *recipe.forward_codes, need_dw
-        )
-        ctx.save_for_backward(
-            x_columns if need_dw else None,
-            x_scale if need_dw else None,
-            w if need_dx and held is None else None,
-            w_columns if need_dx else None,
-            (w_scale if held is None else held_scale) if need_dx else None,
-        )
-        ctx.codes = (w.shape[1], *recipe.backward_codes)
-        ctx.needs = (
+            keep = (None, None, None)
+        ctx.save_for_backward(x_columns if need_dw else None, scales, *keep)
+        ctx.settings = (
+            w.shape[1],
+            *recipe.backward_codes,
             need_dx,
             w.dtype if need_dw else None,
-            bias.dtype if bias is not None and need_db else None,
+            bias.dtype if need_db and bias is not None else None,
         )
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and dy.requires_grad:
+        # Not only where dy needs a gradient: dx depends on w, dw on x.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
-                "linear: expected one differentiation, got a second "
-                "(a quantized layer has no double backward; leave out create_graph=True)"
+                "linear: expected to be differentiated once, got create_graph=True "
+                "(a quantized layer has no double backward)"
             )
-        need_dx, dw_dtype, db_dtype = ctx.needs
-        dx, dw, db = ops.linear_backward(dy, *ctx.saved_tensors, *ctx.codes, *ctx.needs)
+        settings = ctx.settings
+        dx, dw, db = ops.linear_backward(dy, *ctx.saved_tensors, *settings)
+        need_dx, dw_dtype, db_dtype = settings[-3:]
         return (
             dx if need_dx else None,
             dw if dw_dtype is not None else None,
@@ -68,7 +66,7 @@ class LinearFunction(torch.autograd.Function):
 
 def autocasted(x: Tensor) -> Tensor:
     """x in the dtype of the autocast that is on for its device, if one is."""
-    kind = x.device.type
+    kind = "cuda" if x.is_cuda else "cpu"
     if torch.is_autocast_enabled(kind) and x.is_floating_point():
         return x.to(torch.get_autocast_dtype(kind))
     return x
@@ -92,9 +90,10 @@ def linear(
     TypeError or ValueError for operands that do not fit; NotImplementedError where the device
     cannot run the recipe, with the reason.
     """
+    recipe = recipes.get(recipe)
     if x.device not in support.ready:
-        support.require(x.device)
-    return LinearFunction.apply(autocasted(x), w, bias, recipes.get(recipe), held)
+        support.require(recipe, x.device)
+    return LinearFunction.apply(autocasted(x), w, bias, recipe, held)
 
 
 def matmul(a: Tensor, b: Tensor, recipe: str | Recipe = "fp8") -> Tensor:

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from . import formats, reference
-from .formats import BY_CODE, HIGH_PRECISION, PAD, padded
-from .reference import check_linear, check_quantizable
+from .formats import BY_CODE, HIGH_PRECISION, padded
+from .reference import SCALES, check_linear, check_quantizable
 
 _library = torch.library.Library("narrowfloat", "DEF")
 
@@ -33,10 +32,10 @@ _SCHEMAS = {
     reference.linear_forward: (
         "linear_forward(Tensor x, Tensor w, Tensor? bias, Tensor? w_rows, Tensor? w_scale,"
         " int x_format, int w_format, bool fast, bool save_x)"
-        " -> (Tensor y, Tensor x_columns, Tensor x_scale, Tensor w_scale)"
+        " -> (Tensor y, Tensor x_columns, Tensor scales)"
     ),
     reference.linear_backward: (
-        "linear_backward(Tensor dy, Tensor? x_columns, Tensor? x_scale, Tensor? w,"
+        "linear_backward(Tensor dy, Tensor? x_columns, Tensor? scales, Tensor? w,"
         " Tensor? w_columns, Tensor? w_scale, int in_features, int dy_format, int w_format,"
         " bool fast_dgrad, bool fast_wgrad, bool need_dx, ScalarType? dw_dtype,"
         " ScalarType? db_dtype) -> (Tensor dx, Tensor dw, Tensor db)"
@@ -88,8 +87,7 @@ def _(x, w, bias, w_rows, w_scale, x_format, w_format, fast, save_x):
     return (
         x.new_empty((*x.shape[:-1], n)),
         x.new_empty((padded(k), padded(m)) if save_x else (0,), dtype=BY_CODE[x_format].dtype),
-        x.new_empty((2,), dtype=torch.float32),
-        x.new_empty((2,) if w_rows is None else (0,), dtype=torch.float32),
+        x.new_empty((SCALES,), dtype=torch.float32),
     )
 
 
@@ -97,7 +95,7 @@ def _(x, w, bias, w_rows, w_scale, x_format, w_format, fast, save_x):
 def _(
     dy,
     x_columns,
-    x_scale,
+    scales,
     w,
     w_columns,
     w_scale,
@@ -165,22 +163,6 @@ def _row_strides(shape: torch.Size, row_stride: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _aligned(q: Tensor, pad_rows: bool) -> Tensor:  # zero-padded copy where cuBLASLt needs one
-    rows, cols = q.shape
-    to_rows = padded(rows) if pad_rows else rows
-    fits = (
-        q.stride(1) == 1
-        and q.stride(0) % PAD == 0
-        and cols % PAD == 0
-        and rows == to_rows
-        and q.storage_offset() % PAD == 0
-    )
-    if fits:
-        return q
-    bytes_ = pad(q.view(torch.uint8), (0, padded(cols) - cols, 0, to_rows - rows))
-    return bytes_.contiguous().view(q.dtype)
-
-
 def scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -194,8 +176,8 @@ def scaled_mm(
     """d [M,N] = a_scale b_scale (a [M,K] b [N,K]^T) + bias [N]; a, b FP8, scales fp32 of one
     element, sum in fp32, one rounding to out_dtype (fp32, bf16, fp16).
 
-    Sizes that are not multiples of 16 and rows that do not start on 16 bytes are copied with
-    zero padding. TypeError for other dtypes, ValueError for shapes or devices that do not match.
+    An operand whose sizes are not multiples of 16 or whose rows do not start on 16 bytes is copied
+    with zero padding inside. TypeError for other dtypes, ValueError for shapes or devices that do not match.
     """
     for q, name in ((a, "a"), (b, "b")):
         reference.format_of(q, who)
@@ -231,8 +213,4 @@ def scaled_mm(
             f"{who}: expected bias [{n}] in float32, bfloat16 or float16, got "
             f"{tuple(bias.shape)} in {bias.dtype}"
         )
-    a, b = _aligned(a, False), _aligned(b, True)
-    if bias is not None and b.shape[0] != n:
-        bias = pad(bias, (0, b.shape[0] - n))
-    d = scaled_mm_op(a, b, a_scale, b_scale, bias, out_dtype, fast)
-    return d if b.shape[0] == n else d[:, :n].contiguous()
+    return scaled_mm_op(a, b, a_scale, b_scale, bias, out_dtype, fast)

@@ -12,6 +12,9 @@ from torch.nn.functional import pad
 
 from .formats import BY_CODE, BY_DTYPE, HIGH_PRECISION, Format, padded
 
+# linear_forward's scales: two tensors' (scale, multiplier), each on 16 bytes, as cuBLASLt wants them
+SCALES, W_SCALE = 8, 4
+
 FLT_MAX = torch.finfo(torch.float32).max
 
 
@@ -29,10 +32,12 @@ def scale_from_amax(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     FLT_MAX (such values flush to zero). Inf gives scale Inf and multiplier 0, NaN gives NaN:
     every product with such a scale is non-finite, so a loss scaler sees the overflow.
     """
-    one = torch.ones_like(amax)
-    multiplier = torch.where(amax == 0, one, (fmt.max / amax).clamp(max=FLT_MAX))
-    scale = torch.where(amax == 0, one, amax / fmt.max)
-    return scale, multiplier
+    # tensor by tensor: torch divides a scalar, or by one, through a rounded reciprocal
+    largest = torch.full_like(amax, fmt.max)
+    multiplier = torch.div(largest, amax).clamp(max=FLT_MAX)
+    both = torch.stack([torch.div(amax, largest), multiplier])
+    both = torch.where(amax == 0, 1.0, torch.where(amax.isnan(), float("nan"), both))
+    return both[0], both[1]
 
 
 def cast(x: Tensor, fmt: Format) -> Tensor:
@@ -42,10 +47,13 @@ def cast(x: Tensor, fmt: Format) -> Tensor:
     return torch.where(x.isnan(), fmt.nan, codes).view(fmt.dtype)
 
 
-def _padded_copy(q: Tensor) -> Tensor:  # [R, C] -> contiguous [padded(R), padded(C)], zeros beyond
-    rows, cols = q.shape
-    bytes_ = pad(q.view(torch.uint8), (0, padded(cols) - cols, 0, padded(rows) - rows))
-    return bytes_.contiguous().view(q.dtype)
+def _padded_zeros(x: Tensor) -> Tensor:  # [R, C] -> contiguous [padded(R), padded(C)]
+    rows, cols = x.shape
+    return pad(x, (0, padded(cols) - cols, 0, padded(rows) - rows))
+
+
+def _copy(x: Tensor) -> Tensor:  # row-major, in memory of its own
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _nothing(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -65,8 +73,8 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [..., K] taken as [M, K] -> (row-major codes, transposed codes, scales).
 
-    Codes are [padded(M), padded(K)] and [padded(K), padded(M)], zero beyond M and K, each an
-    empty tensor where not asked for. Scales are fp32 [2]: (scale, multiplier). A `scale` given
+    Codes are [padded(M), padded(K)] and [padded(K), padded(M)], those of zeros beyond M and K, each
+    an empty tensor where not asked for. Scales are fp32 [2]: (scale, multiplier). A `scale` given
     ([2], as returned by an earlier call) is used instead of measuring x.
     """
     fmt = BY_CODE[fmt_code]
@@ -75,10 +83,16 @@ def quantize(
         scale = torch.stack(scale_from_amax(amax(x2), fmt))
     else:
         scale = scale.clone()
-    q = cast(x2.float() * scale[1], fmt)
-    q_rows = _padded_copy(q) if rows else _nothing(x, fmt.dtype)
-    q_columns = _padded_copy(q.t()) if columns else _nothing(x, fmt.dtype)
+    q = cast(_padded_zeros(x2.float()) * scale[1], fmt).view(torch.uint8)
+    q_rows = _copy(q).view(fmt.dtype) if rows else _nothing(x, fmt.dtype)
+    q_columns = _copy(q.t()).view(fmt.dtype) if columns else _nothing(x, fmt.dtype)
     return q_rows, q_columns, scale
+
+
+def _product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
+    """fp32 a_scale b_scale (a b^T), whatever autocast is on."""
+    with torch.autocast(a.device.type, enabled=False):
+        return (a.float() @ b.float().t()) * (a_scale.flatten()[0] * b_scale.flatten()[0])
 
 
 def scaled_mm(
@@ -92,7 +106,7 @@ def scaled_mm(
 ) -> Tensor:
     """d [M,N] = a_scale b_scale (a [M,K] b [N,K]^T) + bias; operands FP8, scales fp32 (first
     element used), sum in fp32, rounded once to out_dtype. `fast` does not change the reference."""
-    d = (a.float() @ b.float().t()) * (a_scale.flatten()[0] * b_scale.flatten()[0])
+    d = _product(a, b, a_scale, b_scale)
     if bias is not None:
         d = d + bias.float()
     return d.to(out_dtype)
@@ -102,7 +116,7 @@ def scaled_mm_accumulate_(
     out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool
 ) -> None:
     """out [M,N] += a_scale b_scale (a b^T), in place; rounded once per call."""
-    d = (a.float() @ b.float().t()) * (a_scale.flatten()[0] * b_scale.flatten()[0])
+    d = _product(a, b, a_scale, b_scale)
     out.copy_(out.float() + d)
 
 
@@ -154,28 +168,30 @@ def linear_forward(
     w_format: int,
     fast: bool,
     save_x: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """y [..., N] = x [..., K] w [N,K]^T + bias, operands quantized per tensor.
 
-    Returns (y, x's transposed codes if save_x else empty, x's scales, w's scales); w's scales are
-    empty when w_rows and w_scale, a weight already quantized, came in.
+    w_rows, w_scale: a weight that is quantized already. Returns (y, x's transposed codes if save_x
+    else empty, scales fp32 [8]): x's (scale, multiplier) at 0, w's at 4 unless it came quantized,
+    the rest undefined.
     """
     check_linear(x, w, bias, "linear")
     n, k = w.shape
     m = as_rows(x).shape[0]
     x_rows, x_columns, x_scale = quantize(x, x_format, True, save_x)
-    new_scale = _nothing(x, torch.float32)
+    scales = torch.zeros(SCALES, dtype=torch.float32, device=x.device)
+    scales[:2] = x_scale
     if w_rows is None or w_scale is None:
-        w_rows, _, new_scale = quantize(w, w_format, True, False)
-        w_scale = new_scale
+        w_rows, _, w_scale = quantize(w, w_format, True, False)
+        scales[W_SCALE : W_SCALE + 2] = w_scale
     y = scaled_mm(x_rows[:m, :k], w_rows[:n, :k], x_scale, w_scale, bias, x.dtype, fast)
-    return y.view(*x.shape[:-1], n), x_columns, x_scale, new_scale
+    return y.view(*x.shape[:-1], n), x_columns, scales
 
 
 def linear_backward(
     dy: Tensor,
     x_columns: Tensor | None,
-    x_scale: Tensor | None,
+    scales: Tensor | None,
     w: Tensor | None,
     w_columns: Tensor | None,
     w_scale: Tensor | None,
@@ -190,9 +206,16 @@ def linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx [..., K], dw [N,K], db [N]) of linear_forward, each empty where not asked for.
 
-    dx needs w, with w_scale the scales of its forward (measured anew where None), or w_columns
-    and w_scale, its transposed codes. dw needs x_columns and x_scale. db sums dy unquantized.
+    scales: those of linear_forward, [8]; or x's alone, [2], and w is measured anew. dx needs w, or
+    w_columns and w_scale, its transposed codes. dw needs x_columns. db sums dy unquantized.
     """
+    check_quantizable(dy, "linear_backward", "dy")
+    for name, t in (("x_columns", x_columns), ("scales", scales), ("w", w)):
+        if t is not None and t.device != dy.device:
+            raise ValueError(
+                f"linear_backward: expected {name} on {dy.device} as dy is, got {t.device} "
+                "(move it there)"
+            )
     k, n = in_features, dy.shape[-1]
     dy2 = as_rows(dy)
     m = dy2.shape[0]
@@ -202,26 +225,24 @@ def linear_backward(
     dy_rows, dy_columns, dy_scale = quantize(dy2, dy_format, need_dx, dw_dtype is not None)
     if need_dx:
         if w_columns is None:
-            _require(w, "w")
-            _, w_columns, w_scale = quantize(w, w_format, False, True, w_scale)  # type: ignore[arg-type]
-        _require(w_scale, "w_scale")
+            known = scales is not None and scales.numel() >= SCALES
+            w_scale = scales[W_SCALE : W_SCALE + 2] if known else None  # type: ignore[index]
+            _, w_columns, w_scale = quantize(_given(w, "w"), w_format, False, True, w_scale)
         dx = scaled_mm(
             dy_rows[:m, :n],
             w_columns[:k, :n],
             dy_scale,
-            w_scale,  # type: ignore[arg-type]
+            _given(w_scale, "w_scale"),
             None,
             dy.dtype,
             fast_dgrad,
         ).view(*dy.shape[:-1], k)
     if dw_dtype is not None:
-        _require(x_columns, "x_columns")
-        _require(x_scale, "x_scale")
         dw = scaled_mm(
             dy_columns[:n, :m],
-            x_columns[:k, :m],  # type: ignore[index]
+            _given(x_columns, "x_columns")[:k, :m],
             dy_scale,
-            x_scale,  # type: ignore[arg-type]
+            _given(scales, "scales"),
             None,
             dw_dtype,
             fast_wgrad,
@@ -231,10 +252,10 @@ def linear_backward(
     return dx, dw, db
 
 
-def _require(tensor: Tensor | None, name: str) -> None:
-    """ValueError if an operand that a gradient needs is missing."""
+def _given(tensor: Tensor | None, name: str) -> Tensor:
     if tensor is None:
         raise ValueError(f"linear_backward: expected {name} for this gradient, got None (pass it)")
+    return tensor
 
 
 def format_of(q: Tensor, who: str) -> Format:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import _binary, formats, ops
+from . import _binary, ops
 from .recipe import Recipe
 
 
@@ -32,23 +32,24 @@ class WeightCache:
 
     def __init__(self) -> None:
         self.open = 0  # contexts entered and not left
-        self._held: dict[int, tuple[Tensor, tuple[Any, ...], Held]] = {}
+        self._held: dict[int, tuple[Tensor, tuple[Any, ...], Tensor, Held]] = {}
 
     def get(self, w: Tensor, recipe: Recipe) -> Held | None:
         """w quantized as `recipe` wants it, made now if what is held does not fit; None where
         nothing may be held."""
-        if self.open == 0 or torch.compiler.is_compiling():
-            return None
+        if self.open == 0 or torch.compiler.is_compiling() or w.is_inference():
+            return None  # an inference tensor counts no versions
         # What is held was written on one stream, in one capture or in none; elsewhere its
         # contents may not be there yet (or, after a capture, not before the replay).
         key = (w._version, w.data_ptr(), w.dtype, recipe.fprop.b, *_stream_and_capture(w))
         found = self._held.get(id(w))
         if found is not None and found[0] is w and found[1] == key:
-            return found[2]
-        code = formats.FORMATS[recipe.fprop.b].code
+            return found[3]
         with torch.inference_mode(False), torch.no_grad():
-            held = Held(*ops.quantize_op(w.detach(), code, True, True))
-        self._held[id(w)] = (w, key, held)
+            # The alias keeps the address from being given to other memory while the key names it.
+            alias = w.detach()
+            held = Held(*ops.quantize_op(alias, recipe.forward_codes[1], True, True))
+        self._held[id(w)] = (w, key, alias, held)
         return held
 
     def drop(self) -> None:

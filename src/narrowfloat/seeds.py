@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import formats, ops, recipe, support
+from . import ops, recipe, support
 from .autograd import linear
 
 _FP8 = recipe.RECIPES["fp8"]
@@ -18,7 +18,7 @@ def _operands(a: Tensor, b: Tensor, who: str) -> Tensor:
                 f"{who}: expected {name} in float8_e4m3fn, already scaled, got {q.dtype} "
                 "(narrowfloat.quantize gives one; narrowfloat.linear takes unquantized operands)"
             )
-    support.require(a.device)
+    support.require(_FP8, a.device)
     return torch.ones((), dtype=torch.float32, device=a.device)
 
 
@@ -60,14 +60,17 @@ def fp8_linear_backward(
         )
     if len(masks) != 3:
         raise ValueError(f"fp8_linear_backward: expected three masks, got {len(masks)}")
-    ops.check_quantizable(g, "fp8_linear_backward")
-    support.require(x.device)
+    ops.check_quantizable(g, "fp8_linear_backward", "g")
+    if g.device != x.device:
+        raise ValueError(
+            f"fp8_linear_backward: expected g on {x.device} as x is, got {g.device} (move it there)"
+        )
+    support.require(_FP8, x.device)
     need_dx, need_dw, need_db = masks
     x_columns = x_scale = None
     with torch.no_grad():
         if need_dw:
-            code = formats.FORMATS[_FP8.wgrad.b].code
-            _, x_columns, x_scale = ops.quantize_op(x, code, False, True)
+            _, x_columns, x_scale = ops.quantize_op(x, _FP8.forward_codes[0], False, True)
         dx, dw, db = ops.linear_backward(
             g.to(x.dtype),
             x_columns,

@@ -95,13 +95,14 @@ def supported(
 ready: set[torch.device] = {torch.device("cpu"), torch.device("meta")}
 
 
-def require(device: torch.device) -> None:
-    """NotImplementedError with the reason where FP8 does not run on `device`."""
+def require(recipe: Recipe, device: torch.device) -> None:
+    """NotImplementedError with the reason where `recipe` does not run on `device`."""
     if device in ready or torch.compiler.is_compiling():
         return
-    answer = supported("fp8", device)
+    answer = supported(recipe, device)
     if not answer:
         raise NotImplementedError(
-            f"narrowfloat: expected a device that runs FP8, got {device}: {answer.reason}"
+            f"narrowfloat: expected a device that runs recipe {recipe}, got {device}: "
+            f"{answer.reason}"
         )
     ready.add(device)

@@ -1,0 +1,288 @@
+"""Decides that the public failures of the kind "dtypes" (open.md, O-41 to O-47) do not happen."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+
+import pytest
+import torch
+from conftest import assert_close_as, assert_same_bits, relative_error
+from torch import nn
+
+import narrowfloat as nf
+from narrowfloat import ops
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = [F32, BF16, F16]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_o41_autocast_over_fp32_weights(device, dtype, x_dtype, bias):
+    """O-41: y in autocast's dtype, backward outside the context, each gradient in its own."""
+    made = nf.FP8Linear(64, 48, bias, device)
+    x = torch.randn(24, 64, device=device).to(x_dtype).requires_grad_()
+    with torch.autocast(device, dtype=dtype):
+        y = made(x)
+        functional = nf.linear(x, made.weight, made.bias)
+    assert y.dtype == functional.dtype == dtype
+    assert_same_bits(y.detach(), functional.detach())
+    # the context chooses the dtype of x and nothing inside: no sum or product in 16 bits
+    plain = nf.linear(x.detach().to(dtype), made.weight.detach(), made.bias)
+    assert_same_bits(y.detach(), plain.detach())
+    g = torch.randn(24, 48, device=device).to(dtype)
+    y.backward(g)
+    assert x.grad.dtype == x_dtype and made.weight.grad.dtype == F32
+    ref = x.detach().double() @ made.weight.detach().double().t()
+    if bias:
+        assert made.bias.grad.dtype == F32
+        ref = ref + made.bias.detach().double()
+        assert relative_error(made.bias.grad, g.double().sum(0)) < 1e-5
+    assert_close_as(y.detach(), ref)
+    assert_close_as(x.grad, g.double() @ made.weight.detach().double(), "e5m2")
+    assert_close_as(made.weight.grad, g.double().t() @ x.detach().double(), "e5m2")
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_o41_autocast_between_other_layers(device, dtype):
+    """O-41: a model of ours and torch's layers under autocast; autocast off inside it."""
+    model = nn.Sequential(
+        nn.Linear(32, 64), nf.FP8Linear(64, 64), nn.LayerNorm(64), nf.FP8Linear(64, 32)
+    ).to(device)
+    x = torch.randn(16, 32, device=device)
+    with torch.autocast(device, dtype=dtype):
+        y = model(x)
+        assert y.dtype == dtype
+        loss = y.float().square().mean()
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == F32 and parameter.grad.any(), name
+        assert parameter.grad.isfinite().all(), name
+    with torch.autocast(device, dtype=dtype):
+        hidden = model[1](torch.randn(4, 64, device=device))
+        with torch.autocast(device, enabled=False):
+            assert model[1](torch.randn(4, 64, device=device)).dtype == F32
+    assert hidden.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("x_dtype", "w_dtype", "b_dtype"), list(itertools.product(DTYPES, DTYPES, [*DTYPES, None]))
+)
+def test_o42_every_mix_of_dtypes(device, x_dtype, w_dtype, b_dtype):
+    """O-42: x, w and bias in any mix; y has x's dtype, each gradient its tensor's."""
+    for m, k, n in ((24, 64, 48), (5, 33, 7)):
+        x = torch.randn(m, k, device=device).to(x_dtype).requires_grad_()
+        w = torch.randn(n, k, device=device).to(w_dtype).requires_grad_()
+        bias = None
+        if b_dtype is not None:
+            bias = (10 * torch.randn(n, device=device)).to(b_dtype).requires_grad_()
+        y = nf.linear(x, w, bias)
+        assert y.dtype == x_dtype
+        g = torch.randn(m, n, device=device).to(x_dtype)
+        y.backward(g)
+        ref = x.detach().double() @ w.detach().double().t()
+        if bias is not None:
+            assert bias.grad.dtype == b_dtype
+            assert relative_error(bias.grad, g.double().sum(0)) < 2**-8
+            # the bias is large and not quantized: the error may only be that of the product
+            error = (y.detach().double() - ref - bias.detach().double()).norm() / ref.norm()
+            assert error < 0.05 + 10 * 2**-8
+            ref = ref + bias.detach().double()
+        assert_close_as(y.detach(), ref)
+        assert x.grad.dtype == x_dtype and w.grad.dtype == w_dtype
+        assert_close_as(x.grad, g.double() @ w.detach().double(), "e5m2")
+        assert_close_as(w.grad, g.double().t() @ x.detach().double(), "e5m2")
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("b_dtype", DTYPES)
+def test_o42_bias_of_the_product(device, b_dtype, out_dtype):
+    """O-42: the product of quantized operands takes each bias with each output."""
+    for m, k, n in ((32, 64, 48), (5, 33, 7)):
+        a, b = (nf.quantize(torch.randn(r, k, device=device)) for r in (m, n))
+        bias = (10 * torch.randn(n, device=device)).to(b_dtype)
+        d = ops.scaled_mm(a.data, b.data, a.scale, b.scale, bias, out_dtype)
+        assert d.dtype == out_dtype
+        ref = a.dequantize(F32).double() @ b.dequantize(F32).double().t() + bias.double()
+        assert relative_error(d, ref) < 2**-8
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
+def test_o42_other_dtypes_are_refused(device, dtype):
+    """O-42: TypeError that lists what is taken, for each operand."""
+    good = [torch.randn(s, device=device) for s in ((8, 16), (8, 16), (8,))]
+    for which in range(3):
+        bad = list(good)
+        bad[which] = bad[which].to(dtype)
+        with pytest.raises(TypeError, match="float32, bfloat16 or float16"):
+            nf.linear(*bad)
+    with pytest.raises(TypeError, match="float32, bfloat16 or float16"):
+        nf.quantize(good[0].to(dtype))
+
+
+def moves(device: str):
+    return {
+        "bfloat16": lambda m: m.to(BF16),
+        "half": lambda m: m.half(),
+        "half and back": lambda m: m.half().float(),
+        "away and back": lambda m: m.cpu().to(device),
+        "dtype and device": lambda m: m.to(dtype=BF16, device=device),
+        "double and back": lambda m: m.double().to(F16),
+    }
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+@pytest.mark.parametrize("move", list(moves("cpu")))
+def test_o43_casts_and_moves_of_a_module(device, move, used_before):
+    """O-43: there is no scale to lose: after any .to() it equals a fresh module of that weight."""
+    made = nf.FP8Linear(64, 48, device=device)
+    x = torch.randn(24, 64, device=device)
+    if used_before:
+        made(x).sum().backward()
+        made.zero_grad(set_to_none=True)
+    assert not list(made.buffers())
+    moved = moves(device)[move](made)
+    dtype = moved.weight.dtype
+    fresh = nf.FP8Linear(64, 48, device=device, dtype=dtype)
+    fresh.load_state_dict(moved.state_dict())
+    y = moved(x.to(dtype))
+    assert y.dtype == dtype
+    assert_same_bits(y.detach(), fresh(x.to(dtype)).detach())
+    y.sum().backward()
+    assert moved.weight.grad.dtype == dtype
+    saved = io.BytesIO()
+    torch.save(moved.state_dict(), saved)
+    saved.seek(0)
+    state = torch.load(saved, weights_only=True)
+    assert set(state) == {"weight", "bias"}
+    assert all(t.dtype == dtype for t in state.values())
+
+
+@pytest.mark.parametrize("move", list(moves("cpu")))
+def test_o43_casts_inside_reuse_weights(device, move):
+    """O-43: a cast replaces the weight, so what reuse_weights() holds must not outlive it."""
+    made = nf.FP8Linear(64, 48, device=device)
+    x = torch.randn(24, 64, device=device)
+    with nf.reuse_weights(made):
+        made(x)
+        moved = moves(device)[move](made)
+        dtype = moved.weight.dtype
+        y = moved(x.to(dtype)).detach()
+    assert_same_bits(y, moved(x.to(dtype)).detach())
+
+
+def test_o43_quantized_tensors_keep_their_scale(device):
+    """O-43: the scale of a QuantizedTensor is fp32 whatever the input's dtype."""
+    for dtype in DTYPES:
+        q = nf.quantize(torch.randn(8, 16, device=device).to(dtype))
+        assert q.scale.dtype == F32 and q.dtype == dtype
+        assert q.dequantize().dtype == dtype and q.dequantize(F32).dtype == F32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_o44_convert_keeps_the_parameters(device, dtype):
+    """O-44: the same parameter objects, dtype and bytes; requires_grad and device kept."""
+    model = nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 32, bias=False))
+    model = model.to(device, dtype)
+    model[0].weight.requires_grad_(False)
+    before = dict(model.named_parameters())
+    copies = copy.deepcopy(before)
+    addresses = {name: p.data_ptr() for name, p in before.items()}
+    nf.convert(model, head=True)
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    for name, parameter in after.items():
+        assert parameter is before[name] and parameter.data_ptr() == addresses[name]
+        assert parameter.dtype == dtype and parameter.device.type == device
+        assert parameter.requires_grad == (name != "0.weight")
+        assert_same_bits(parameter, copies[name], name)
+    assert isinstance(model[0], nf.Linear) and isinstance(model[2], nf.Linear)
+
+
+@pytest.mark.gpu
+def test_o44_convert_takes_no_memory(cuda):
+    """O-44: no second high-precision copy of a 4096 x 4096 layer, before or after a step."""
+    model = nn.Linear(4096, 4096, device=cuda, dtype=BF16)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    nf.convert(model)
+    assert isinstance(model, nf.Linear)
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+    with torch.no_grad():
+        model(torch.randn(64, 4096, device=cuda, dtype=BF16))
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_o45_default_dtype(device, dtype):
+    """O-45: torch.set_default_dtype holds for our layers as for nn.Linear."""
+    old = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        made, plain = nf.FP8Linear(16, 32, device=device), nn.Linear(16, 32, device=device)
+        other = nf.Linear(16, 32, device=device, dtype=F16)
+    finally:
+        torch.set_default_dtype(old)
+    assert made.weight.dtype == made.bias.dtype == plain.weight.dtype == dtype
+    assert other.weight.dtype == F16
+    assert made(torch.randn(4, 16, device=device).to(dtype)).dtype == dtype
+
+
+def test_o45_default_device(device):
+    """O-45: so do the default device and the context of a device."""
+    with torch.device(device):
+        assert nf.FP8Linear(16, 32).weight.device.type == device
+        assert nf.Linear(16, 32, device="meta").weight.device.type == "meta"
+    torch.set_default_device("meta" if device == "cpu" else device)
+    try:
+        made = nf.FP8Linear(16, 32)
+    finally:
+        torch.set_default_device(None)
+    assert made.weight.device.type == ("meta" if device == "cpu" else device)
+    assert nf.FP8Linear(16, 32).weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_o46_output_dtype_is_that_of_x(device, dtype):
+    """O-46: no dtype is wired in: module, linear, matmul and the seeds' functions."""
+    made = nf.FP8Linear(32, 48, device=device, dtype=dtype)
+    x = torch.randn(8, 32, device=device).to(dtype).requires_grad_()
+    w = torch.randn(48, 32, device=device).to(dtype).requires_grad_()
+    for y in (made(x), nf.linear(x, w), nf.matmul(x, w.t()), nf.fp8_linear_forward(x, w)):
+        assert y.dtype == dtype
+    (made(x).sum() + nf.matmul(x, w.t()).sum()).backward()
+    assert x.grad.dtype == w.grad.dtype == made.weight.grad.dtype == made.bias.grad.dtype == dtype
+    g = torch.randn(8, 48, device=device).to(dtype)
+    for gradient in nf.fp8_linear_backward(g, x.detach(), w.detach()):
+        assert gradient.dtype == dtype
+    assert nf.quantize(x).dequantize().dtype == dtype
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_o47_checkpoint_of_another_dtype(device, dtype, stored):
+    """O-47: without scales in a checkpoint there is only the weight to convert, once, on load."""
+    made = nf.FP8Linear(64, 48, device=device, dtype=dtype)
+    state = {name: torch.randn_like(t).to(stored) for name, t in made.state_dict().items()}
+    made.load_state_dict(state)
+    for name, parameter in made.named_parameters():
+        assert parameter.dtype == dtype
+        assert_same_bits(parameter, state[name].to(dtype), name)
+    x = torch.randn(8, 64, device=device).to(dtype)
+    ref = nf.linear(x, state["weight"].to(dtype), state["bias"].to(dtype))
+    assert_same_bits(made(x).detach(), ref)
+
+
+@pytest.mark.parametrize("name", ["a_scale", "b_scale"])
+@pytest.mark.parametrize("dtype", [BF16, F16, torch.float64])
+def test_o47_scales_of_another_dtype(device, dtype, name):
+    """O-47: a scale handed over in 16 bits is refused by name, not read as fp32."""
+    a, b = (nf.quantize(torch.randn(16, 32, device=device)) for _ in range(2))
+    scales = {"a_scale": a.scale, "b_scale": b.scale}
+    scales[name] = scales[name].to(dtype)
+    kind = str(dtype).replace("torch.", "")
+    with pytest.raises((TypeError, ValueError), match=f"{name} in float32.*{kind}"):
+        ops.scaled_mm(a.data, b.data, scales["a_scale"], scales["b_scale"])

@@ -1,0 +1,303 @@
+"""Decides that the public failures of the kind "shapes" (open.md, O-01 to O-11) do not happen."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import assert_close_as, assert_same_bits, relative_error
+from torch import Tensor
+from torch.nn import functional as F
+
+import narrowfloat as nf
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def layer(k: int, n: int, device: str, dtype: torch.dtype, bias: bool = True) -> nf.FP8Linear:
+    made = nf.FP8Linear(k, n, bias, device, dtype)
+    with torch.no_grad():
+        made.weight.normal_()
+        if bias:
+            made.bias.normal_()
+    return made
+
+
+def check_all(made: nf.FP8Linear, x: Tensor, g: Tensor | None = None) -> Tensor:
+    """Forward and backward of `made` at x: y and the gradients against fp64; returns y.
+
+    g None means y.sum().backward(), whose gradient is an expanded one.
+    """
+    x = x.detach().requires_grad_()
+    made.zero_grad(set_to_none=True)
+    y = made(x)
+    if g is None:
+        y.sum().backward()
+        g = torch.ones_like(y)
+    else:
+        y.backward(g)
+    k, n = made.in_features, made.out_features
+    x2, w, g2 = x.detach().double().reshape(-1, k), made.weight.detach().double(), g.double()
+    g2 = g2.reshape(-1, n)
+    ref = x2 @ w.t()
+    if made.bias is not None:
+        ref = ref + made.bias.detach().double()
+    assert y.shape == (*x.shape[:-1], n) and y.is_contiguous() and y.dtype == x.dtype
+    assert x.grad.shape == x.shape and x.grad.dtype == x.dtype
+    assert made.weight.grad.shape == (n, k) and made.weight.grad.dtype == made.weight.dtype
+    assert_close_as(y.detach().reshape(-1, n), ref, "e4m3")
+    assert_close_as(x.grad.reshape(-1, k), g2 @ w, "e5m2")
+    assert_close_as(made.weight.grad, g2.t() @ x2, "e5m2")
+    if made.bias is not None:
+        db = g2.sum(0)
+        # summed unquantized: only the rounding to the bias's own dtype remains
+        assert relative_error(made.bias.grad, db) < 2**-8
+    return y.detach()
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("m", [1, 7, 15, 50, 129])
+def test_o01_tokens_not_a_multiple_of_16(device, m, dtype):
+    """O-01: M is the contracted size of the weight gradient and need not divide by 16."""
+    made = layer(64, 128, device, dtype)
+    check_all(made, torch.randn(m, 64, device=device, dtype=dtype))
+    x = torch.randn(m, 64, device=device, dtype=dtype)
+    check_all(made, x, torch.randn(m, 128, device=device, dtype=dtype))
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 256, 5120), (50, 256, 320), (3, 320, 1024)])
+def test_o02_few_rows_into_a_wide_layer(device, m, k, n):
+    """O-02: a (1,256) timestep embedding; no padded row is visible."""
+    made = layer(k, n, device, BF16)
+    y = check_all(made, torch.randn(m, k, device=device, dtype=BF16))
+    assert y.stride() == (n, 1)
+    assert y.untyped_storage().nbytes() == m * n * 2 + y.storage_offset() * 2
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("n", [1, 2, 3, 10])
+def test_o03_narrow_heads(device, n, dtype):
+    """O-03: a two-class head with cross entropy."""
+    made = layer(768, n, device, dtype)
+    x = torch.randn(32, 768, device=device, dtype=dtype, requires_grad=True)
+    target = torch.randint(0, n, (32,), device=device)
+    y = made(x)
+    y.retain_grad()
+    loss = F.cross_entropy(y.float() / 16, target)  # not saturated: w is N(0, 1)
+    loss.backward()
+    assert y.shape == (32, n) and math.isfinite(loss.item())
+    assert made.weight.grad.shape == (n, 768)
+    if n > 1:  # one class has no gradient at all
+        g = y.grad.double()
+        assert_close_as(made.weight.grad, g.t() @ x.detach().double(), "e5m2")
+        assert_close_as(x.grad, g @ made.weight.detach().double(), "e5m2")
+    else:
+        assert not made.weight.grad.any() and not x.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(32, 15, 16), (32, 17, 16), (33, 15, 17), (5, 31, 8), (64, 100, 24)]
+)
+def test_o04_odd_n_and_small_k(device, m, n, k, dtype):
+    """O-04: (m, n, k) = (32, 15, 16) works, gradients too."""
+    made = layer(k, n, device, dtype)
+    g = torch.randn(m, n, device=device, dtype=dtype)
+    check_all(made, torch.randn(m, k, device=device, dtype=dtype), g)
+    x = torch.randn(m, k, device=device, dtype=dtype)
+    y = nf.linear(x, made.weight.detach())
+    assert y.shape == (m, n)
+    assert_close_as(y, x.double() @ made.weight.detach().double().t())
+
+
+@pytest.mark.parametrize("k", [1, 2, 767, 769, 1000])
+def test_o05_any_k_works(device, k):
+    """O-05: no K is refused, so no message has to explain it."""
+    made = layer(k, 48, device, BF16)
+    if k < 3:  # too few products for the tolerance of a sum: exact values instead
+        with torch.no_grad():
+            made.weight.fill_(2.0)
+    x = torch.full((32, k), 4.0, device=device, dtype=BF16)
+    check_all(made, torch.randn(32, k, device=device, dtype=BF16) if k > 2 else x)
+
+
+def test_o05_a_refusal_names_what_was_wrong(device):
+    """O-05: K that does not match is named with both values, legal sizes are not blamed."""
+    x, w = torch.randn(32, 767, device=device), torch.randn(48, 768, device=device)
+    with pytest.raises(ValueError, match="one K.*767.*768"):
+        nf.linear(x, w)
+    with pytest.raises(ValueError, match="one K.*767.*768"):
+        nf.matmul(x, w.t())
+    with pytest.raises(ValueError, match=r"bias \[48\].*\(47,\)"):
+        nf.linear(x[:, :1], w[:, :1], torch.zeros(47, device=device))
+    with pytest.raises(ValueError, match=r"w \[N,K\].*3 dimensions"):
+        nf.linear(x, torch.randn(2, 48, 767, device=device))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 3, 64), (2, 0, 0, 64)])
+def test_o07_no_tokens(device, shape, dtype):
+    """O-07: zero tokens give an empty y and zero gradients, and leave no error behind."""
+    made = layer(64, 128, device, dtype)
+    x = torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
+    y = made(x)
+    assert y.shape == (*shape[:-1], 128) and y.dtype == dtype
+    y.sum().backward()
+    assert x.grad is not None and x.grad.shape == shape
+    for parameter in (made.weight, made.bias):
+        assert parameter.grad is not None and parameter.grad.shape == parameter.shape
+        assert not parameter.grad.any()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    check_all(made, torch.randn(5, 64, device=device, dtype=dtype))
+
+
+@pytest.mark.parametrize(("k", "n"), [(0, 8), (8, 0), (0, 0)])
+def test_o07_no_features(device, k, n):
+    """O-07: K = 0 gives the bias, N = 0 an empty y; the gradients have their shapes."""
+    x = torch.randn(3, k, device=device, requires_grad=True)
+    w = torch.randn(n, k, device=device, requires_grad=True)
+    bias = torch.randn(n, device=device, requires_grad=True)
+    y = nf.linear(x, w, bias)
+    assert_same_bits(y.detach(), bias.detach().expand(3, n), "y")
+    y.backward(torch.ones_like(y))
+    assert x.grad.shape == x.shape and not x.grad.any()
+    assert w.grad.shape == w.shape and not w.grad.any()
+    assert torch.equal(bias.grad, torch.full_like(bias, 3))
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("shape", [(0,), (0, 64), (2, 0, 64), (3, 0)])
+def test_o07_quantize_nothing(device, shape, format):
+    """O-07: an empty tensor has the scale 1 and comes back empty."""
+    q = nf.quantize(torch.randn(*shape, device=device), format)
+    assert q.data.shape == shape and q.scale.item() == 1
+    assert q.dequantize().shape == shape
+
+
+def exact_scale(amax: float, limit: float) -> float:
+    """amax / limit rounded once to fp32: a double holds enough bits for that, whereas torch may
+    multiply by a rounded reciprocal."""
+    return torch.tensor(amax / limit, dtype=torch.float32).item()
+
+
+def few_values(*shape: int, device: str, dtype: torch.dtype = BF16) -> Tensor:
+    """+-1 and +-2, a 2 in each row: each row has the tensor's amax, and every sum is exact."""
+    x = torch.randint(0, 4, shape, device=device, dtype=torch.int8)
+    x = (x * 2 - 3).clamp(-2, 2).to(dtype)  # -3 -1 1 3 -> -2 -1 1 2
+    x[..., 0] = 2
+    return x
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n"),
+    [
+        (70000, 64, 16),
+        (262141, 128, 16),
+        pytest.param(4194309, 64, 16, marks=pytest.mark.gpu),
+    ],
+)
+def test_o08_more_rows_than_a_grid_dimension(device, m, k, n):
+    """O-08: rows beyond 65,535 blocks of the grid's y, forward, quantize and weight gradient."""
+    if device == "cpu" and m > 70000:
+        pytest.skip("on the GPU: too slow for the CPU's reference")
+    x = few_values(m, k, device=device)
+    w = few_values(n, k, device=device).requires_grad_()
+    rows = [0, 65535, 65536, m - 1]
+    y = nf.linear(x, w)
+    q = nf.quantize(x)
+    for row in rows:
+        alone = nf.linear(x[row : row + 1], w.detach())
+        ref = x[row : row + 1].float() @ w.detach().float().t()
+        torch.testing.assert_close(y[row : row + 1].detach(), alone, rtol=2**-7, atol=0.01)
+        torch.testing.assert_close(alone.float(), ref, rtol=2**-7, atol=0.01)
+        assert_same_bits(q.data[row : row + 1], nf.quantize(x[row : row + 1]).data, f"row {row}")
+    # the weight gradient sees the last rows too
+    g = torch.zeros_like(y)
+    for row in rows:
+        g[row] = 1
+    y.backward(g)
+    ref = x[rows].float().sum(0).expand(n, k)
+    torch.testing.assert_close(w.grad.float(), ref, rtol=2**-7, atol=0.01)
+
+
+@pytest.mark.gpu
+def test_o09_more_than_2_to_31_elements(cuda):
+    """O-09: 32-bit offsets would wrap; the last rows, the planted amax and dw are right."""
+    if torch.cuda.mem_get_info()[0] < 30 << 30:
+        pytest.skip("needs 30 GB of free GPU memory")
+    m, k, n = 1048577, 2048, 16
+    x = torch.randn(m, k, device=cuda, dtype=BF16)
+    x[-1, -1] = 24.0
+    tail = x[-8:].clone()  # holds the tensor's amax: alone it has the same scale
+    w = torch.randn(n, k, device=cuda, dtype=BF16, requires_grad=True)
+    q = nf.quantize(x)
+    assert q.scale.item() == exact_scale(24.0, 448.0)
+    alone = nf.quantize(tail)
+    assert_same_bits(q.data[-8:], alone.data, "the last rows' codes")
+    del q
+    y = nf.linear(x, w)
+    y_alone = nf.linear(tail, w.detach())
+    torch.testing.assert_close(y[-8:].detach(), y_alone, rtol=2**-6, atol=1.0)
+    assert_close_as(y[-8:].detach(), tail.double() @ w.detach().double().t())
+    del x
+    g = torch.zeros_like(y)
+    g[-8:] = torch.randn(8, n, device=cuda, dtype=BF16)
+    g[-1, -1] = 8.0  # the maximum in the last element
+    y.backward(g)
+    assert_close_as(w.grad, g[-8:].double().t() @ tail.double(), "e5m2")
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("shape", [(5, 13), (1, 1), (3, 200), (1, 7), (33,), (2, 3, 17), (129, 65)])
+def test_o10_amax_of_odd_widths(device, shape, dtype, format):
+    """O-10: the scale is max |x| / max exactly, wherever the largest value stands."""
+    limit = {"e4m3": 448.0, "e5m2": 57344.0}[format]
+    x = torch.rand(*shape, device=device).to(dtype)
+    size = x.numel()
+    row = x.shape[-1]
+    spots = {row - 1, 0, size - 1, size // 2, size - row, max(size - row - 1, 0)}
+    for spot in sorted(spots) if size > 40 else range(size):  # row 0's last column first
+        for sign in (1, -1):
+            planted = x.clone()
+            planted.view(-1)[spot] = sign * 1.7
+            amax = planted.abs().max().item()
+            q = nf.quantize(planted, format)
+            assert q.scale.item() == exact_scale(amax, limit), (spot, sign)
+            code = q.data.float().reshape(-1)[spot].item()
+            assert code == sign * limit, (spot, sign)
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_o10_amax_of_strided_tensors(device, format):
+    """O-10: nor is an element of a transposed, sliced or expanded tensor passed over."""
+    limit = {"e4m3": 448.0, "e5m2": 57344.0}[format]
+    for view in (lambda t: t.t(), lambda t: t[:, ::2], lambda t: t[1:, 3:], lambda t: t[::3]):
+        base = torch.rand(13, 37, device=device)
+        for row in (0, -1):
+            for column in (0, -1):
+                x = view(base.clone())
+                x[row, column] = -3.25
+                scale = nf.quantize(x, format).scale.item()
+                assert scale == exact_scale(3.25, limit), (row, column)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 64), (7, 64), (64,), (1, 1, 64), (2, 1, 3, 1, 64)])
+def test_o11_any_number_of_dimensions(device, shape, bias, dtype):
+    """O-11: x of one to five dimensions; y and grad_x have its leading ones."""
+    made = layer(64, 32, device, dtype, bias)
+    x = torch.randn(*shape, device=device, dtype=dtype)
+    y = check_all(made, x, torch.randn(*shape[:-1], 32, device=device, dtype=dtype))
+    assert y.shape == (*shape[:-1], 32)
+    assert_same_bits(y.reshape(-1, 32), made(x.reshape(-1, 64)).detach(), "as the flat call")
+    assert nf.quantize(x).data.shape == shape
+
+
+def test_o11_a_scalar_is_refused(device):
+    """O-11: a tensor of no dimensions has no features."""
+    with pytest.raises(ValueError, match="dimension"):
+        nf.linear(torch.tensor(1.0, device=device), torch.randn(4, 4, device=device))
