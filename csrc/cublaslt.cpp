@@ -145,12 +145,22 @@ struct Plan {
 // Public reports (sm90, cuBLASLt 12.6.3 to 13.7) have wrong results where the number of splits along
 // K does not divide K and a split is a whole number of the kernel's stages. Those are 32 elements
 // of K or a multiple, which one is not told for every kernel: all that could be meant are refused.
-bool splits_safely(const cublasLtMatmulAlgo_t& algorithm, int64_t k) {
+int32_t splits_of(const cublasLtMatmulAlgo_t& algorithm) {
   int32_t splits = 1;
   size_t written = 0;
   NF_CUBLAS(cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM,
                                                  &splits, sizeof splits, &written));
+  return splits;
+}
+
+bool splits_safely(int32_t splits, int64_t k) {
   return splits <= 1 || k % splits == 0 || k / splits % 32 != 0;
+}
+
+template <typename V>
+void configure(cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute,
+               const V& v) {
+  NF_CUBLAS(cublasLtMatmulAlgoConfigSetAttribute(&algorithm, attribute, &v, sizeof v));
 }
 
 bool capturing(cudaStream_t stream) {
@@ -219,28 +229,42 @@ class Context {
     preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(p.a.q));
     preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(p.d));
     preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(p.d));
-    // Second try: without any split along K, where every candidate splits it in a doubtful way.
+    std::array<cublasLtMatmulHeuristicResult_t, 8> candidates;
     int count = 0;
-    for (const bool splits : {true, false}) {
-      if (!splits) {
-        preference.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-                       static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_NONE));
-      }
-      std::array<cublasLtMatmulHeuristicResult_t, 8> candidates;
-      const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-          handle(), plan->descriptor.value, plan->a.value, plan->b.value, plan->d.value,
-          plan->d.value, preference.value, static_cast<int>(candidates.size()), candidates.data(),
-          &count);
-      if (status != CUBLAS_STATUS_SUCCESS) count = 0;
-      for (int i = 0; i < count; ++i) {
-        if (candidates[i].state != CUBLAS_STATUS_SUCCESS) continue;
-        if (!splits_safely(candidates[i].algo, p.k)) continue;
+    if (cublasLtMatmulAlgoGetHeuristic(handle(), plan->descriptor.value, plan->a.value,
+                                       plan->b.value, plan->d.value, plan->d.value,
+                                       preference.value, static_cast<int>(candidates.size()),
+                                       candidates.data(), &count) != CUBLAS_STATUS_SUCCESS) {
+      count = 0;
+    }
+    std::string splits;
+    for (int i = 0; i < count; ++i) {
+      if (candidates[i].state != CUBLAS_STATUS_SUCCESS) continue;
+      const int32_t number = splits_of(candidates[i].algo);
+      if (splits_safely(number, p.k)) {
         plan->algorithm = candidates[i].algo;
         return plan;
       }
+      splits += message(splits.empty() ? "" : ", ", number);
     }
-    throw std::runtime_error(message("narrowfloat: cuBLASLt offers no algorithm for ", describe(p),
-                                     ". CUBLASLT_LOG_LEVEL=5 makes it say why"));
+    for (int i = 0; i < count; ++i) {  // none is safe: the first that runs without its split
+      if (candidates[i].state != CUBLAS_STATUS_SUCCESS) continue;
+      plan->algorithm = candidates[i].algo;
+      configure(plan->algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, int32_t{1});
+      configure(plan->algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME,
+                static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_NONE));
+      cublasLtMatmulHeuristicResult_t result;
+      if (cublasLtMatmulAlgoCheck(handle(), plan->descriptor.value, plan->a.value, plan->b.value,
+                                  plan->d.value, plan->d.value, &plan->algorithm,
+                                  &result) == CUBLAS_STATUS_SUCCESS &&
+          result.workspaceSize <= workspace) {
+        return plan;
+      }
+    }
+    throw std::runtime_error(message(
+        "narrowfloat: cuBLASLt offers no algorithm for ", describe(p),
+        splits.empty() ? "" : " but those that split K unsafely, into ", splits,
+        ". CUBLASLT_LOG_LEVEL=5 makes it say why"));
   }
 
   cublasLtHandle_t handle() {

@@ -6,8 +6,8 @@
 namespace narrowfloat {
 namespace {
 
-// Two tensors' {scale, multiplier}, each at an address that is a multiple of 16.
-constexpr int64_t kScales = 8, kWScale = 4;
+// x's scale, then w's.
+constexpr int64_t kScales = 2 * kScale, kWScale = kScale;
 
 float* scales_of(const Tensor& scales, int64_t least, const char* op, const char* name) {
   NF_CHECK(scales.numel() >= least && scales.is_contiguous() &&
@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_forward(
   Tensor y = empty(with_last(x, n), x.scalar_type(), on.device);
   Tensor x_columns = save_x ? empty({padded(k), padded(m)}, dtype_of(x_element), on.device)
                             : empty({0}, dtype_of(x_element), on.device);
-  Tensor scales = empty({kScales}, ScalarType::Float, on.device);
+  Tensor scales = empty({reused ? kScale : kScales}, ScalarType::Float, on.device);
   float* const x_scale = static_cast<float*>(scales.data_ptr());
 
   // scratch
@@ -86,7 +86,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_forward(
   const Operand a{scratch.at(x_first), m, padded(k), x_element, x_scale};
   const Operand b =
       reused ? Operand{w_rows->data_ptr(), n, padded(k), w_element,
-                       scales_of(*w_scale, 2, op, "w_scale")}
+                       scales_of(*w_scale, kScale, op, "w_scale")}
              : Operand{scratch.at(w_first), n, padded(k), w_element, x_scale + kWScale};
   product.run(a, b, y.data_ptr(), fast, scratch, workspace, on);
   return {y, x_columns, scales};
@@ -114,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
     check_same_device(*x_columns, dy, op, "x_columns");
     x_element = element_of(*x_columns, op, "x_columns");
     check_codes(*x_columns, k, m, x_element, op, "x_columns");
-    x_scale = scales_of(*scales, 2, op, "scales");
+    x_scale = scales_of(*scales, kScale, op, "scales");
   }
   std::optional<Matrix> wm;
   if (need_dx && held) {
@@ -174,7 +174,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
   if (need_dx) {
     const Operand a{scratch.at(rows_first), m, padded(n), dy_element, dy_scale};
     const Operand b{held ? w_columns->data_ptr() : scratch.at(w_first), k, padded(n), w_element,
-                    held ? scales_of(*w_scale, 2, op, "w_scale") : new_w_scale};
+                    held ? scales_of(*w_scale, kScale, op, "w_scale") : new_w_scale};
     dgrad.run(a, b, dx.data_ptr(), fast_dgrad, scratch, workspace, on);
   }
   if (need_dw) {

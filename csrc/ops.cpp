@@ -219,15 +219,14 @@ std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, int64_t format, 
                        : empty({0}, dtype, on.device);
   Tensor q_columns = columns ? empty({padded(m.cols), padded(m.rows)}, dtype, on.device)
                              : empty({0}, dtype, on.device);
-  Tensor scales = empty({2}, ScalarType::Float, on.device);
+  Tensor scales = empty({kScale}, ScalarType::Float, on.device);
   if (scale) {
     check_same_device(*scale, x, "quantize", "scale");
-    NF_CHECK(scale->numel() == 2 && scale->is_contiguous() &&
+    NF_CHECK(scale->numel() == kScale && scale->is_contiguous() &&
                  scale->scalar_type() == ScalarType::Float,
-             "quantize: expected scale as float32 [2], contiguous (scale and multiplier, as an "
-             "earlier call returned them)");
-    NF_CUDA(cudaMemcpyAsync(scales.data_ptr(), scale->data_ptr(), 8, cudaMemcpyDeviceToDevice,
-                            on.stream));
+             "quantize: expected scale as float32 [4], contiguous, as an earlier call returned it");
+    NF_CUDA(cudaMemcpyAsync(scales.data_ptr(), scale->data_ptr(), kScale * sizeof(float),
+                            cudaMemcpyDeviceToDevice, on.stream));
   }
   const QuantizeJob job = m.job(element, rows ? q_rows.data_ptr() : nullptr,
                                 columns ? q_columns.data_ptr() : nullptr,

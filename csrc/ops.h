@@ -62,6 +62,9 @@ class Scratch {
   std::optional<Tensor> storage_;
 };
 
+// A tensor's scale in memory: {scale, multiplier, 0, 0}, 16 bytes as cuBLASLt wants it aligned.
+constexpr int64_t kScale = 4;
+
 // Stands for an address in a scratch that is still being planned: a plan depends on which copies are
 // made, not on where.
 inline float* const kInScratch = reinterpret_cast<float*>(uintptr_t{256});

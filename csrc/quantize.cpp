@@ -65,10 +65,12 @@ int64_t elements_of(const QuantizePlan& plan, const QuantizeStep& step) {
   return elements;
 }
 
-// Few tiles of 128 rows leave multiprocessors idle; fp32 fills the registers with 64.
+// Few tiles of 128 rows leave multiprocessors idle; 64 rows of fp32, or of 16 bits beside what
+// measuring needs, fill a thread's registers.
 int tile_rows(const QuantizePlan& plan, const QuantizeStep& step) {
   const int64_t few = device_of(plan.device).multiprocessors * int64_t{2} * 128 * kTileCols;
-  return plan.job[step.first].type == Real::f32 || elements_of(plan, step) <= few ? 64 : 128;
+  const bool wide = plan.job[step.first].type == Real::f32;
+  return wide || step.fused || elements_of(plan, step) <= few ? 64 : 128;
 }
 
 int64_t tiles_of(const QuantizeJob& job, int rows) {
@@ -205,7 +207,10 @@ void run(const QuantizePlan& plan, const QuantizeStep& step, void* scratch, cuda
 // What the L2 cache keeps is not read again from memory by the launch that measured it. Beyond that
 // two launches are as fast, and do not wait for the whole device as a grid barrier must.
 void choose_steps(QuantizePlan& plan) {
-  const int64_t fits = device_of(plan.device).l2_bytes * 2 / 3;
+#ifndef NF_FUSE
+#define NF_FUSE 67
+#endif
+  const int64_t fits = device_of(plan.device).l2_bytes * NF_FUSE / 100;
   const auto fusible = [&](const QuantizeJob& job) {
     return !job.scale_given && writes(job) && bytes_of(job) <= fits;
   };

@@ -24,7 +24,7 @@ struct QuantizeJob {
   Element format;
   uint8_t* q_rows;     // [padded(rows), padded(cols)], or null
   uint8_t* q_columns;  // [padded(cols), padded(rows)], or null
-  float* scale;        // [2]: scale, multiplier. Written, or read if scale_given
+  float* scale;        // [4], 16-byte aligned: scale, multiplier, 0, 0. Written, or read if given
   bool scale_given;
   void* column_sums;  // [cols], sum over the rows of x, or null
   Real sums_type;

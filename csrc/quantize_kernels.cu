@@ -263,39 +263,48 @@ __device__ inline void sum_tile(const JobParams& job, const Tile<kRows>& tile,
   }
 }
 
-// The jobs' {scale, multiplier}, in every thread, from the partial maxima or as given. Every warp
-// reads all partials, several a lane at once: one latency of L2, and no block-wide barrier.
+// The jobs' scales, in every thread, from the partial maxima or as given. One warp a block reads
+// the partials, several a lane at once: all blocks do so together, and more of them queue at the few
+// L2 lines that hold them.
 __device__ inline void resolve_scales(const QuantizeParams& p, float (&multiplier)[kMaxJobs]) {
-  uint32_t bits[kMaxJobs] = {};
-  const int longest = max(p.job[0].amax_count, p.job[1].amax_count);
-  for (int first = threadIdx.x % 32; first < longest; first += 4 * 32) {
-    uint32_t v[kMaxJobs][4];
+  __shared__ float shared[kMaxJobs];
+  if (threadIdx.x < 32) {
+    uint32_t bits[kMaxJobs] = {};
+    const int longest = max(p.job[0].amax_count, p.job[1].amax_count);
+    for (int first = threadIdx.x; first < longest; first += 8 * 32) {
+      uint32_t v[kMaxJobs][8];
 #pragma unroll
-    for (int j = 0; j < kMaxJobs; ++j) {
+      for (int j = 0; j < kMaxJobs; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = first + i * 32;
-        v[j][i] = at < p.job[j].amax_count ? __ldcg(p.job[j].amax_partials + at) : 0;
+        for (int i = 0; i < 8; ++i) {
+          const int at = first + i * 32;
+          v[j][i] = at < p.job[j].amax_count ? __ldcg(p.job[j].amax_partials + at) : 0;
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kMaxJobs; ++j) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) bits[j] = max(bits[j], v[j][i]);
       }
     }
 #pragma unroll
     for (int j = 0; j < kMaxJobs; ++j) {
-      bits[j] = max(bits[j], max(max(v[j][0], v[j][1]), max(v[j][2], v[j][3])));
+      const JobParams& job = p.job[j];
+      if (job.scale == nullptr) continue;
+      float own = job.scale_given ? job.scale[1] : 0.f;
+      if (!job.scale_given) {
+        const float2 s = scale_from_amax(__reduce_max_sync(0xffffffffu, bits[j]), job.format);
+        own = s.y;
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+          *reinterpret_cast<float4*>(job.scale) = make_float4(s.x, s.y, 0.f, 0.f);
+        }
+      }
+      if (threadIdx.x == 0) shared[j] = own;
     }
   }
+  __syncthreads();
 #pragma unroll
-  for (int j = 0; j < kMaxJobs; ++j) {
-    const JobParams& job = p.job[j];
-    multiplier[j] = 1.f;
-    if (job.scale == nullptr) continue;
-    if (job.scale_given) {
-      multiplier[j] = job.scale[1];
-      continue;
-    }
-    const float2 s = scale_from_amax(__reduce_max_sync(0xffffffffu, bits[j]), job.format);
-    if (blockIdx.x == 0 && threadIdx.x == 0) job.scale[0] = s.x, job.scale[1] = s.y;
-    multiplier[j] = s.y;
-  }
+  for (int j = 0; j < kMaxJobs; ++j) multiplier[j] = shared[j];
 }
 
 // The first of the job's tiles that this block owns; it owns every gridDim.x-th from there.
@@ -452,7 +461,7 @@ void launch_quantize(const QuantizeParams& params, Real type, int tile_rows, boo
     with_bool(measures, [&](auto m) {
       with_bool(vectors, [&](auto v) {
         constexpr bool kMeasures = decltype(m)::value, kVectors = decltype(v)::value;
-        if constexpr (sizeof(T) == 2) {
+        if constexpr (sizeof(T) == 2 && !kMeasures) {
           if (tile_rows == 128) {
             launch_tiles<T, 128, kMeasures, kVectors>(params, blocks, stream);
             return;

@@ -476,7 +476,7 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def machine(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     driver = None
     if gpu:
@@ -487,9 +487,10 @@ def machine(device: torch.device) -> dict[str, Any]:
         cublaslt = _binary.module.cublaslt_version() if _binary.module else None
     except Exception:  # the training matters more than a version
         cublaslt = None
-    commit = _output("git", "rev-parse", "--short=12", "HEAD")
-    if commit and _output("git", "status", "--porcelain"):
-        commit += "+changes"
+    if commit is None:
+        commit = _output("git", "rev-parse", "--short=12", "HEAD")
+        if commit and _output("git", "status", "--porcelain"):
+            commit += "+changes"
     return {
         "gpu": gpu,
         "driver": driver.splitlines()[0] if driver else None,
@@ -564,6 +565,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--eval-batches", type=int, help="batches of the last evaluation")
     add("--no-baseline", action="store_true", help="train the recipes alone")
     add("--baseline", type=pathlib.Path, metavar="FILE.json", help="reuse its baseline runs")
+    add("--commit", help="for the JSON, where the tree comes without git")
     found = parser.parse_args(argv)
     found.recipes = list(dict.fromkeys(_split(found.recipes)))
     try:
@@ -603,7 +605,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     picture, file = args.out / f"train_{name}.png", args.out / f"train_{name}.json"
     params = sum(p.numel() for p in GPT(size).parameters())
-    facts = {"machine": machine(device), "config": config}
+    facts = {"machine": machine(device, args.commit), "config": config}
     title = f"{params / 1e6:.1f} M parameters, {size.context} bytes x {size.batch} a step"
     print(
         f"{facts['machine']['gpu'] or 'CPU'}, torch {torch.__version__}: "

@@ -242,7 +242,7 @@ def cases_o74(device: str):
             (dy, None, None, None, None, None, *tail, False, None, F32),
         ):
             yield f"backward {name}", ops.linear_backward, args
-    yield "quantize given", ops.quantize_op, (xs["ragged"], E5M2, True, True, real(2, dtype=F32))
+    yield "quantize given", ops.quantize_op, (xs["ragged"], E5M2, True, True, real(4, dtype=F32))
     dy = real(24, 32).t()
     _, x_columns, x_scale = ops.quantize_op(xs["plain"], E4M3, False, True)
     args = (dy, x_columns, x_scale, real(24, 48), None, None, 48, E5M2, E4M3, False, False)

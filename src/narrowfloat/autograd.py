@@ -64,14 +64,6 @@ class LinearFunction(torch.autograd.Function):
         )
 
 
-def autocasted(x: Tensor) -> Tensor:
-    """x in the dtype of the autocast that is on for its device, if one is."""
-    kind = "cuda" if x.is_cuda else "cpu"
-    if torch.is_autocast_enabled(kind) and x.is_floating_point():
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
-
-
 def linear(
     x: Tensor,
     w: Tensor,
@@ -90,10 +82,14 @@ def linear(
     TypeError or ValueError for operands that do not fit; NotImplementedError where the device
     cannot run the recipe, with the reason.
     """
-    recipe = recipes.get(recipe)
+    if type(recipe) is not Recipe:
+        recipe = recipes.get(recipe)
     if x.device not in support.ready:
         support.require(recipe, x.device)
-    return LinearFunction.apply(autocasted(x), w, bias, recipe, held)
+    kind = "cuda" if x.is_cuda else "cpu"
+    if torch.is_autocast_enabled(kind) and x.is_floating_point():
+        x = x.to(torch.get_autocast_dtype(kind))
+    return LinearFunction.apply(x, w, bias, recipe, held)
 
 
 def matmul(a: Tensor, b: Tensor, recipe: str | Recipe = "fp8") -> Tensor:

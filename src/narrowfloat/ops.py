@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import formats, reference
 from .formats import BY_CODE, HIGH_PRECISION, padded
-from .reference import SCALES, check_linear, check_quantizable
+from .reference import SCALE, check_linear, check_quantizable
 
 _library = torch.library.Library("narrowfloat", "DEF")
 
@@ -66,7 +66,7 @@ def _(x, format, rows, columns, scale=None):
     return (
         x.new_empty((padded(m), padded(k)) if rows else (0,), dtype=dtype),
         x.new_empty((padded(k), padded(m)) if columns else (0,), dtype=dtype),
-        x.new_empty((2,), dtype=torch.float32),
+        x.new_empty((SCALE,), dtype=torch.float32),
     )
 
 
@@ -87,7 +87,7 @@ def _(x, w, bias, w_rows, w_scale, x_format, w_format, fast, save_x):
     return (
         x.new_empty((*x.shape[:-1], n)),
         x.new_empty((padded(k), padded(m)) if save_x else (0,), dtype=BY_CODE[x_format].dtype),
-        x.new_empty((SCALES,), dtype=torch.float32),
+        x.new_empty((2 * SCALE if w_rows is None else SCALE,), dtype=torch.float32),
     )
 
 

@@ -12,8 +12,9 @@ from torch.nn.functional import pad
 
 from .formats import BY_CODE, BY_DTYPE, HIGH_PRECISION, Format, padded
 
-# linear_forward's scales: two tensors' (scale, multiplier), each on 16 bytes, as cuBLASLt wants them
-SCALES, W_SCALE = 8, 4
+# A tensor's scale in memory is (scale, multiplier, 0, 0): 16 bytes, as cuBLASLt wants it aligned.
+# linear_forward returns x's, then w's.
+SCALE = 4
 
 FLT_MAX = torch.finfo(torch.float32).max
 
@@ -74,13 +75,18 @@ def quantize(
     """x [..., K] taken as [M, K] -> (row-major codes, transposed codes, scales).
 
     Codes are [padded(M), padded(K)] and [padded(K), padded(M)], those of zeros beyond M and K, each
-    an empty tensor where not asked for. Scales are fp32 [2]: (scale, multiplier). A `scale` given
-    ([2], as returned by an earlier call) is used instead of measuring x.
+    an empty tensor where not asked for. Scales are fp32 [4]: (scale, multiplier, 0, 0). A `scale`
+    given, as an earlier call returned it, is used instead of measuring x.
     """
     fmt = BY_CODE[fmt_code]
     x2 = as_rows(x)
     if scale is None:
-        scale = torch.stack(scale_from_amax(amax(x2), fmt))
+        scale = pad(torch.stack(scale_from_amax(amax(x2), fmt)), (0, SCALE - 2))
+    elif scale.shape != (SCALE,) or scale.dtype != torch.float32:
+        raise ValueError(
+            f"quantize: expected scale as float32 [{SCALE}], as an earlier call returned it, got "
+            f"{scale.dtype} {tuple(scale.shape)}"
+        )
     else:
         scale = scale.clone()
     q = cast(_padded_zeros(x2.float()) * scale[1], fmt).view(torch.uint8)
@@ -172,18 +178,16 @@ def linear_forward(
     """y [..., N] = x [..., K] w [N,K]^T + bias, operands quantized per tensor.
 
     w_rows, w_scale: a weight that is quantized already. Returns (y, x's transposed codes if save_x
-    else empty, scales fp32 [8]): x's (scale, multiplier) at 0, w's at 4 unless it came quantized,
-    the rest undefined.
+    else empty, x's scales [4] and, unless it came quantized, w's after them [8]).
     """
     check_linear(x, w, bias, "linear")
     n, k = w.shape
     m = as_rows(x).shape[0]
     x_rows, x_columns, x_scale = quantize(x, x_format, True, save_x)
-    scales = torch.zeros(SCALES, dtype=torch.float32, device=x.device)
-    scales[:2] = x_scale
+    scales = x_scale
     if w_rows is None or w_scale is None:
         w_rows, _, w_scale = quantize(w, w_format, True, False)
-        scales[W_SCALE : W_SCALE + 2] = w_scale
+        scales = torch.cat([x_scale, w_scale])
     y = scaled_mm(x_rows[:m, :k], w_rows[:n, :k], x_scale, w_scale, bias, x.dtype, fast)
     return y.view(*x.shape[:-1], n), x_columns, scales
 
@@ -206,7 +210,7 @@ def linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx [..., K], dw [N,K], db [N]) of linear_forward, each empty where not asked for.
 
-    scales: those of linear_forward, [8]; or x's alone, [2], and w is measured anew. dx needs w, or
+    scales: those of linear_forward; with x's alone, [4], w is measured anew. dx needs w, or
     w_columns and w_scale, its transposed codes. dw needs x_columns. db sums dy unquantized.
     """
     check_quantizable(dy, "linear_backward", "dy")
@@ -225,8 +229,8 @@ def linear_backward(
     dy_rows, dy_columns, dy_scale = quantize(dy2, dy_format, need_dx, dw_dtype is not None)
     if need_dx:
         if w_columns is None:
-            known = scales is not None and scales.numel() >= SCALES
-            w_scale = scales[W_SCALE : W_SCALE + 2] if known else None  # type: ignore[index]
+            known = scales is not None and scales.numel() >= 2 * SCALE
+            w_scale = scales[SCALE:] if known else None  # type: ignore[index]
             _, w_columns, w_scale = quantize(_given(w, "w"), w_format, False, True, w_scale)
         dx = scaled_mm(
             dy_rows[:m, :n],

@@ -23,7 +23,7 @@ class Held(NamedTuple):
 
     rows: Tensor  # [padded(N), padded(K)]
     columns: Tensor  # [padded(K), padded(N)]
-    scale: Tensor  # fp32 [2]
+    scale: Tensor  # fp32 [4]
 
 
 class WeightCache:
