@@ -37,9 +37,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("cuda_version", [] { return CUDART_VERSION; }, "CUDART_VERSION it was compiled with.");
   m.def("cublaslt_version", &narrowfloat::cublaslt_version, "Of the library that is loaded.");
   m.def("archs", [] { return NARROWFLOAT_ARCHS; }, "Compiled architectures, space-separated.");
-  m.def("torch_target", [] { return static_cast<uint64_t>(TORCH_TARGET_VERSION); },
-        "The oldest torch it runs on, a byte a part: 0x020a... is 2.10.");
-  m.def("plan_cache", &plan_cache, "Products that found a cached plan (hits) or made one (misses).");
+  m.def(
+      "torch_target", [] { return static_cast<uint64_t>(TORCH_TARGET_VERSION); },
+      "The oldest torch it runs on, a byte a part: 0x020a... is 2.10.");
+  m.def("plan_cache", &plan_cache,
+        "Products that found a cached plan (hits) or made one (misses).");
   m.def("capture_id", &capture_id, py::arg("stream"),
         "Of the capture that the raw stream is in, 0 if it is in none.");
 }

@@ -26,8 +26,8 @@ inline void check_cuda(cudaError_t status, const char* what) {
 }  // namespace narrowfloat
 
 // A wrong argument; reaches Python as ValueError.
-#define NF_CHECK(condition, ...)                                                \
-  do {                                                                          \
+#define NF_CHECK(condition, ...)                                                      \
+  do {                                                                                \
     if (!(condition)) throw std::invalid_argument(narrowfloat::message(__VA_ARGS__)); \
   } while (0)
 

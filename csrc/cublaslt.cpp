@@ -25,8 +25,8 @@ std::atomic<int64_t> g_hits{0}, g_misses{0};
 
 void check(cublasStatus_t status, const char* what) {
   if (status == CUBLAS_STATUS_SUCCESS) return;
-  throw std::runtime_error(message("narrowfloat: ", what, " failed: ",
-                                   cublasLtGetStatusString(status), " (cuBLASLt ",
+  throw std::runtime_error(message("narrowfloat: ", what,
+                                   " failed: ", cublasLtGetStatusString(status), " (cuBLASLt ",
                                    cublasLtGetVersion(), ")"));
 }
 #define NF_CUBLAS(call) check((call), #call)
@@ -66,9 +66,7 @@ struct Preference : Handle<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceD
   }
 };
 
-cudaDataType_t data_type(Element e) {
-  return e == Element::e4m3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2;
-}
+cudaDataType_t data_type(Element e) { return e == Element::e4m3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2; }
 cudaDataType_t data_type(Real r) {
   return r == Real::f32 ? CUDA_R_32F : r == Real::bf16 ? CUDA_R_16BF : CUDA_R_16F;
 }
@@ -121,6 +119,7 @@ struct Plan {
   Descriptor descriptor;
   Layout a, b, d;
   cublasLtMatmulAlgo_t algorithm;
+  size_t workspace = 0;  // bytes it needs
 
   explicit Plan(const Matmul& p)
       : a(data_type(p.b.format), p.k, p.b.rows, p.b.ld),
@@ -142,9 +141,10 @@ struct Plan {
   }
 };
 
-// Public reports (sm90, cuBLASLt 12.6.3 to 13.7) have wrong results where the number of splits along
-// K does not divide K and a split is a whole number of the kernel's stages. Those are 32 elements
-// of K or a multiple, which one is not told for every kernel: all that could be meant are refused.
+// Public reports (sm90, cuBLASLt 12.6.3 to 13.7) have wrong results where the number of splits
+// along K does not divide K and a split is a whole number of the kernel's stages. Those are 32
+// elements of K or a multiple, which one is not told for every kernel: all that could be meant are
+// refused.
 int32_t splits_of(const cublasLtMatmulAlgo_t& algorithm) {
   int32_t splits = 1;
   size_t written = 0;
@@ -169,17 +169,35 @@ bool capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+// What an algorithm may ask for, by NVIDIA's advice 32 MiB from sm90 on and 4 MiB before. It is an
+// input to the choice, and so to the bits.
+size_t most_workspace(int device) {
+  constexpr int kMaxDevices = 64;
+  static std::array<std::atomic<int>, kMaxDevices> major{};
+  NF_CHECK(device >= 0 && device < kMaxDevices, "matmul: expected a device below ", kMaxDevices,
+           ", got ", device);
+  if (major[device] == 0) {
+    int value = 0;
+    NF_CUDA(cudaDeviceGetAttribute(&value, cudaDevAttrComputeCapabilityMajor, device));
+    major[device] = value;
+  }
+  return size_t{major[device] >= 9 ? 32u : 4u} << 20;
+}
+
 // Handle and plans of one thread for one device: nothing is locked or shared.
 class Context {
  public:
+  int64_t workspace_for(const Matmul& p, int device, cudaStream_t stream) {
+    return static_cast<int64_t>(find(p, device, stream).workspace);
+  }
+
   void launch(const Matmul& p, void* workspace, int device, cudaStream_t stream) {
     Plan& plan = find(p, device, stream);
     plan.set_pointers(p);
     const float one = 1.f, beta = p.accumulate ? 1.f : 0.f;
     const cublasStatus_t status = cublasLtMatmul(
-        handle(), plan.descriptor.value, &one, p.b.q, plan.a.value, p.a.q, plan.b.value, &beta,
-        p.d, plan.d.value, p.d, plan.d.value, &plan.algorithm, workspace, workspace_bytes(device),
-        stream);
+        handle(), plan.descriptor.value, &one, p.b.q, plan.a.value, p.a.q, plan.b.value, &beta, p.d,
+        plan.d.value, p.d, plan.d.value, &plan.algorithm, workspace, plan.workspace, stream);
     if (status != CUBLAS_STATUS_SUCCESS) {
       throw std::runtime_error(message("narrowfloat: cublasLtMatmul failed: ",
                                        cublasLtGetStatusString(status), " for ", describe(p)));
@@ -218,12 +236,14 @@ class Context {
     if (version >= 130501 && version <= 130600 && capturing(stream)) {
       throw std::runtime_error(message(
           "narrowfloat: expected a product that ran before the capture, got a new one (cuBLASLt ",
-          version, " breaks a capture in which it chooses an algorithm; run the model once with "
-          "these shapes, in the capturing thread, before you capture): ", describe(p)));
+          version,
+          " breaks a capture in which it chooses an algorithm; run the model once with "
+          "these shapes, in the capturing thread, before you capture): ",
+          describe(p)));
     }
     auto plan = std::make_unique<Plan>(p);
     Preference preference;
-    const size_t workspace = workspace_bytes(device);
+    const size_t workspace = most_workspace(device);
     preference.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace);
     preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(p.b.q));
     preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(p.a.q));
@@ -243,6 +263,7 @@ class Context {
       const int32_t number = splits_of(candidates[i].algo);
       if (splits_safely(number, p.k)) {
         plan->algorithm = candidates[i].algo;
+        plan->workspace = candidates[i].workspaceSize;
         return plan;
       }
       splits += message(splits.empty() ? "" : ", ", number);
@@ -258,13 +279,14 @@ class Context {
                                   plan->d.value, plan->d.value, &plan->algorithm,
                                   &result) == CUBLAS_STATUS_SUCCESS &&
           result.workspaceSize <= workspace) {
+        plan->workspace = result.workspaceSize;
         return plan;
       }
     }
-    throw std::runtime_error(message(
-        "narrowfloat: cuBLASLt offers no algorithm for ", describe(p),
-        splits.empty() ? "" : " but those that split K unsafely, into ", splits,
-        ". CUBLASLT_LOG_LEVEL=5 makes it say why"));
+    throw std::runtime_error(
+        message("narrowfloat: cuBLASLt offers no algorithm for ", describe(p),
+                splits.empty() ? "" : " but those that split K unsafely, into ", splits,
+                ". CUBLASLT_LOG_LEVEL=5 makes it say why"));
   }
 
   cublasLtHandle_t handle() {
@@ -290,18 +312,8 @@ Context& context(int device) {
 
 }  // namespace
 
-int64_t workspace_bytes(int device) {
-  // NVIDIA's advice: 32 MiB from sm90 on, 4 MiB before.
-  constexpr int kMaxDevices = 64;
-  static std::array<std::atomic<int>, kMaxDevices> major{};
-  NF_CHECK(device >= 0 && device < kMaxDevices, "matmul: expected a device below ", kMaxDevices,
-           ", got ", device);
-  if (major[device] == 0) {
-    int value = 0;
-    NF_CUDA(cudaDeviceGetAttribute(&value, cudaDevAttrComputeCapabilityMajor, device));
-    major[device] = value;
-  }
-  return (major[device] >= 9 ? 32 : 4) << 20;
+int64_t workspace_for(const Matmul& problem, int device, cudaStream_t stream) {
+  return context(device).workspace_for(problem, device, stream);
 }
 
 void matmul(const Matmul& problem, void* workspace, int device, cudaStream_t stream) {

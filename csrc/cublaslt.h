@@ -14,7 +14,7 @@ namespace narrowfloat {
 struct Operand {
   const void* q;
   int64_t rows;
-  int64_t ld;          // bytes from row to row, a multiple of 16
+  int64_t ld;  // bytes from row to row, a multiple of 16
   Element format;
   const float* scale;  // on the device, 16-byte aligned
 };
@@ -25,20 +25,22 @@ struct Matmul {
   int64_t k;  // a multiple of 16
   void* d;
   Real d_type;
-  int64_t ldd;          // elements; ldd * size is a multiple of 16
-  const void* bias;     // [N] in epilogue_bias_type(d_type), or null
-  bool fast;            // FAST_ACCUM
-  bool accumulate;      // d += instead of d =
+  int64_t ldd;       // elements; ldd * size is a multiple of 16
+  const void* bias;  // [N] in epilogue_bias_type(d_type), or null
+  bool fast;         // FAST_ACCUM
+  bool accumulate;   // d += instead of d =
 };
 
 // What cuBLASLt's BIAS epilogue takes for an output type: fp16 for fp16, else bf16.
 inline Real epilogue_bias_type(Real d_type) { return d_type == Real::f16 ? Real::f16 : Real::bf16; }
 
-// How much workspace a product on `device` may use; part of what chooses its algorithm.
-int64_t workspace_bytes(int device);
+// How much workspace the product needs, once its algorithm is chosen, which happens here the first
+// time. Of the pointers in `problem` only the alignment matters. Throws with the whole problem
+// where the library refuses it.
+int64_t workspace_for(const Matmul& problem, int device, cudaStream_t stream);
 
-// Launches on `stream`. workspace: 256-byte aligned, workspace_bytes(device), needed until the
-// stream passes the call. Throws with the whole problem where the library refuses it.
+// Launches on `stream`. workspace: 256-byte aligned, workspace_for(problem), needed until the
+// stream passes the call.
 void matmul(const Matmul& problem, void* workspace, int device, cudaStream_t stream);
 
 int64_t cublaslt_version();

@@ -1,4 +1,6 @@
 // Decides how a linear layer's forward and backward are put together, each in one call.
+#include <algorithm>
+
 #include "cublaslt.h"
 #include "ops.h"
 #include "product.h"
@@ -13,7 +15,8 @@ float* scales_of(const Tensor& scales, int64_t least, const char* op, const char
   NF_CHECK(scales.numel() >= least && scales.is_contiguous() &&
                scales.scalar_type() == ScalarType::Float &&
                reinterpret_cast<uintptr_t>(scales.data_ptr()) % 16 == 0,
-           op, ": expected ", name, " as float32 [", least, "] at an address that is a multiple of "
+           op, ": expected ", name, " as float32 [", least,
+           "] at an address that is a multiple of "
            "16, as narrowfloat's operators return it");
   return static_cast<float*>(scales.data_ptr());
 }
@@ -29,9 +32,11 @@ void check_codes(const Tensor& q, int64_t rows, int64_t cols, Element element, c
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> linear_forward(
-    const Tensor& x, const Tensor& w, std::optional<Tensor> bias, std::optional<Tensor> w_rows,
-    std::optional<Tensor> w_scale, int64_t x_format, int64_t w_format, bool fast, bool save_x) {
+std::tuple<Tensor, Tensor, Tensor> linear_forward(const Tensor& x, const Tensor& w,
+                                                  std::optional<Tensor> bias,
+                                                  std::optional<Tensor> w_rows,
+                                                  std::optional<Tensor> w_scale, int64_t x_format,
+                                                  int64_t w_format, bool fast, bool save_x) {
   constexpr const char* op = "linear";
   NF_CHECK(x.is_cuda(), op, ": expected w on cpu as x is, got cuda (move one of them)");
   const Launch on(x, op, "x");
@@ -43,6 +48,10 @@ std::tuple<Tensor, Tensor, Tensor> linear_forward(
            " and ", shape_of(w), " (w is multiplied transposed)");
   const Element x_element = element_of(x_format, op), w_element = element_of(w_format, op);
   const bool reused = w_rows.has_value() && w_scale.has_value();
+  if (reused) {
+    check_same_device(*w_rows, x, op, "w_rows");
+    check_codes(*w_rows, n, k, w_element, op, "w_rows");
+  }
 
   // outputs
   Tensor y = empty(with_last(x, n), x.scalar_type(), on.device);
@@ -53,7 +62,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_forward(
 
   // scratch
   Scratch scratch;
-  Product product(m, n, k, xm.type, scratch);
+  Product product(m, n, k, xm.type, fast, scratch);
   std::optional<Tensor> bias_owner;
   if (bias) {
     check_same_device(*bias, x, op, "bias");
@@ -64,15 +73,16 @@ std::tuple<Tensor, Tensor, Tensor> linear_forward(
   }
   const int64_t x_first = scratch.add(padded(m) * padded(k));
   const int64_t w_first = reused ? 0 : scratch.add(padded(n) * padded(k));
-  const int64_t workspace = scratch.add(workspace_bytes(on.device));
+  Operand a{kInScratch, m, padded(k), x_element, x_scale};
+  Operand b{kInScratch, n, padded(k), w_element, x_scale + kWScale};
+  if (reused) b.q = w_rows->data_ptr(), b.scale = scales_of(*w_scale, kScale, op, "w_scale");
+  const int64_t workspace = scratch.add(product.workspace(a, b, y.data_ptr(), on));
   QuantizeJob jobs[kMaxJobs];
   int count = 0;
   jobs[count++] =
       xm.job(x_element, kInScratch, save_x ? x_columns.data_ptr() : nullptr, x_scale, false);
   std::optional<Matrix> wm;
-  if (reused) {
-    check_codes(*w_rows, n, k, w_element, op, "w_rows");
-  } else {
+  if (!reused) {
     wm.emplace(w, op, "w");
     jobs[count++] = wm->job(w_element, kInScratch, nullptr, x_scale + kWScale, false);
   }
@@ -80,15 +90,10 @@ std::tuple<Tensor, Tensor, Tensor> linear_forward(
   scratch.allocate(on.device);
 
   // quantize, multiply
-  jobs[0].q_rows = scratch.at(x_first);
-  if (!reused) jobs[1].q_rows = scratch.at(w_first);
+  a.q = jobs[0].q_rows = scratch.at(x_first);
+  if (!reused) b.q = jobs[1].q_rows = scratch.at(w_first);
   quantize(plan_quantize(jobs, count, on.device), scratch.at(partials), on.stream);
-  const Operand a{scratch.at(x_first), m, padded(k), x_element, x_scale};
-  const Operand b =
-      reused ? Operand{w_rows->data_ptr(), n, padded(k), w_element,
-                       scales_of(*w_scale, kScale, op, "w_scale")}
-             : Operand{scratch.at(w_first), n, padded(k), w_element, x_scale + kWScale};
-  product.run(a, b, y.data_ptr(), fast, scratch, workspace, on);
+  product.run(a, b, y.data_ptr(), scratch, workspace, on);
   return {y, x_columns, scales};
 }
 
@@ -131,26 +136,43 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
 
   // outputs
   const auto none = [&](ScalarType dtype) { return empty({0}, dtype, on.device); };
-  Tensor dx = need_dx ? empty(with_last(dy, k), dy.scalar_type(), on.device)
-                      : none(dy.scalar_type());
+  Tensor dx =
+      need_dx ? empty(with_last(dy, k), dy.scalar_type(), on.device) : none(dy.scalar_type());
   Tensor dw = need_dw ? empty({n, k}, *dw_dtype, on.device) : none(dy.scalar_type());
   Tensor db = need_db ? empty({n}, *db_dtype, on.device) : none(dy.scalar_type());
 
   // scratch
   Scratch scratch;
-  Product dgrad, wgrad;
-  if (need_dx) dgrad = Product(m, k, n, dym.type, scratch);
-  if (need_dw) wgrad = Product(n, k, m, real_of(*dw_dtype, op, "dw_dtype"), scratch);
   const int64_t codes = padded(m) * padded(n);
   const int64_t rows_first = scratch.add(need_dx ? codes : 0);
   const int64_t columns_first = scratch.add(need_dw ? codes : 0);
   const int64_t w_first = scratch.add(wm ? padded(n) * padded(k) : 0);
   const int64_t scales_first = scratch.add(kScales * sizeof(float));
-  const int64_t workspace = scratch.add(workspace_bytes(on.device));
+  Product dgrad, wgrad;
+  Operand dgrad_a{kInScratch, m, padded(n), dy_element, kInScratch};
+  Operand dgrad_b{kInScratch, k, padded(n), w_element, kInScratch};
+  Operand wgrad_a{kInScratch, n, padded(m), dy_element, kInScratch};
+  Operand wgrad_b{nullptr, k, padded(m), x_element, x_scale};
+  int64_t workspace_bytes = 0;
+  if (need_dx) {
+    dgrad = Product(m, k, n, dym.type, fast_dgrad, scratch);
+    if (held) {
+      dgrad_b.q = w_columns->data_ptr();
+      dgrad_b.scale = scales_of(*w_scale, kScale, op, "w_scale");
+    }
+    workspace_bytes = dgrad.workspace(dgrad_a, dgrad_b, dx.data_ptr(), on);
+  }
+  if (need_dw) {
+    wgrad = Product(n, k, m, real_of(*dw_dtype, op, "dw_dtype"), fast_wgrad, scratch);
+    wgrad_b.q = x_columns->data_ptr();
+    workspace_bytes =
+        std::max(workspace_bytes, wgrad.workspace(wgrad_a, wgrad_b, dw.data_ptr(), on));
+  }
+  const int64_t workspace = scratch.add(workspace_bytes);
   QuantizeJob jobs[kMaxJobs];
   int count = 0;
   jobs[count++] = dym.job(dy_element, need_dx ? kInScratch : nullptr,
-                          need_dw ? kInScratch : nullptr, kInScratch, !(need_dx || need_dw));
+                          need_dw ? kInScratch : nullptr, nullptr, !(need_dx || need_dw));
   if (need_db) {
     jobs[0].column_sums = db.data_ptr();
     jobs[0].sums_type = real_of(*db_dtype, op, "db_dtype");
@@ -161,27 +183,19 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
 
   // quantize dy both ways and w across, sum the bias gradient, multiply twice
   float* const dy_scale = scratch.at<float>(scales_first);
-  float* const new_w_scale = w_measured ? scales_of(*scales, kScales, op, "scales") + kWScale
-                                        : dy_scale + kWScale;
-  jobs[0].scale = need_dx || need_dw ? dy_scale : nullptr;
-  if (need_dx) jobs[0].q_rows = scratch.at(rows_first);
-  if (need_dw) jobs[0].q_columns = scratch.at(columns_first);
+  if (need_dx || need_dw) jobs[0].scale = dy_scale;
+  if (need_dx) dgrad_a.q = jobs[0].q_rows = scratch.at(rows_first);
+  if (need_dw) wgrad_a.q = jobs[0].q_columns = scratch.at(columns_first);
   if (wm) {
-    jobs[1].scale = new_w_scale;
-    jobs[1].q_columns = scratch.at(w_first);
+    dgrad_b.q = jobs[1].q_columns = scratch.at(w_first);
+    jobs[1].scale =
+        w_measured ? scales_of(*scales, kScales, op, "scales") + kWScale : dy_scale + kWScale;
+    dgrad_b.scale = jobs[1].scale;
   }
+  dgrad_a.scale = wgrad_a.scale = dy_scale;
   quantize(plan_quantize(jobs, count, on.device), scratch.at(partials), on.stream);
-  if (need_dx) {
-    const Operand a{scratch.at(rows_first), m, padded(n), dy_element, dy_scale};
-    const Operand b{held ? w_columns->data_ptr() : scratch.at(w_first), k, padded(n), w_element,
-                    held ? scales_of(*w_scale, kScale, op, "w_scale") : new_w_scale};
-    dgrad.run(a, b, dx.data_ptr(), fast_dgrad, scratch, workspace, on);
-  }
-  if (need_dw) {
-    const Operand a{scratch.at(columns_first), n, padded(m), dy_element, dy_scale};
-    const Operand b{x_columns->data_ptr(), k, padded(m), x_element, x_scale};
-    wgrad.run(a, b, dw.data_ptr(), fast_wgrad, scratch, workspace, on);
-  }
+  if (need_dx) dgrad.run(dgrad_a, dgrad_b, dx.data_ptr(), scratch, workspace, on);
+  if (need_dw) wgrad.run(wgrad_a, wgrad_b, dw.data_ptr(), scratch, workspace, on);
   return {dx, dw, db};
 }
 

@@ -1,4 +1,5 @@
-// Decides how numbers are rounded: amax with NaN, scale from amax, fp32 to FP8. reference.py says the same.
+// Decides how numbers are rounded: amax with NaN, scale from amax, fp32 to FP8. reference.py says
+// the same.
 #pragma once
 
 #include <cuda_bf16.h>

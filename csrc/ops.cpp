@@ -85,14 +85,18 @@ std::string device_name(const Tensor& t) {
 
 int cuda_index(const Tensor& t, const char* op, const char* name) {
   NF_CHECK(t.is_cuda(), op, ": expected ", name,
-           " on the CUDA device of another operand, got it on ", device_name(t), " (move it there)");
+           " on the CUDA device of another operand, got it on ", device_name(t),
+           " (move it there)");
   return t.get_device_index();
 }
 
 }  // namespace
 
 Launch::Launch(const Tensor& on, const char* op, const char* name)
-    : device(cuda_index(on, op, name)), guard_(device) {
+    : device(cuda_index(on, op, name)) {
+  int current_device = -1;
+  NF_CUDA(cudaGetDevice(&current_device));
+  if (current_device != device) guard_.emplace(device);
   void* current = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
   stream = static_cast<cudaStream_t>(current);
@@ -107,8 +111,8 @@ namespace {
   pybind11::gil_scoped_acquire gil;
   const pybind11::object type = pybind11::module_::import("torch").attr("OutOfMemoryError");
   const std::string text =
-      message("CUDA out of memory. narrowfloat tried to allocate ", bytes, " bytes on cuda:",
-              device, "; the device has ", free, " of ", total, " bytes free");
+      message("CUDA out of memory. narrowfloat tried to allocate ", bytes,
+              " bytes on cuda:", device, "; the device has ", free, " of ", total, " bytes free");
   PyErr_SetString(type.ptr(), text.c_str());
   throw pybind11::error_already_set();
 }
@@ -126,10 +130,9 @@ Tensor empty(const int64_t* sizes, int64_t dims, ScalarType dtype, int device) {
   const int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   if (aoti_torch_empty_strided(dims, sizes, strides, code, aoti_torch_device_type_cuda(), device,
                                &handle) != AOTI_TORCH_SUCCESS) {
-    int64_t bytes = dtype == ScalarType::Float ? 4 : dtype == ScalarType::BFloat16 ||
-                                                             dtype == ScalarType::Half
-                                                         ? 2
-                                                         : 1;
+    int64_t bytes = dtype == ScalarType::Float                                   ? 4
+                    : dtype == ScalarType::BFloat16 || dtype == ScalarType::Half ? 2
+                                                                                 : 1;
     for (int64_t i = 0; i < dims; ++i) bytes *= sizes[i];
     throw_out_of_memory(bytes, device);
   }
@@ -228,9 +231,9 @@ std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, int64_t format, 
     NF_CUDA(cudaMemcpyAsync(scales.data_ptr(), scale->data_ptr(), kScale * sizeof(float),
                             cudaMemcpyDeviceToDevice, on.stream));
   }
-  const QuantizeJob job = m.job(element, rows ? q_rows.data_ptr() : nullptr,
-                                columns ? q_columns.data_ptr() : nullptr,
-                                static_cast<float*>(scales.data_ptr()), scale.has_value());
+  const QuantizeJob job =
+      m.job(element, rows ? q_rows.data_ptr() : nullptr, columns ? q_columns.data_ptr() : nullptr,
+            static_cast<float*>(scales.data_ptr()), scale.has_value());
   const QuantizePlan plan = plan_quantize(&job, 1, on.device);
   Scratch scratch;
   const int64_t partials = scratch.add(plan.scratch_bytes);
@@ -261,6 +264,12 @@ class Prepared {
     if (!as_is_) q_first_ = scratch.add(padded(rows_) * padded(k_));
     scale_as_is_ = reinterpret_cast<uintptr_t>(scale.data_ptr()) % 16 == 0;
     if (!scale_as_is_) scale_first_ = scratch.add(sizeof(float));
+  }
+
+  // As it will be, for planning.
+  Operand planned() const {
+    if (as_is_) return {q_.data_ptr(), rows_, ld_, element_, kInScratch};
+    return {kInScratch, rows_, padded(k_), element_, kInScratch};
   }
 
   Operand in(const Scratch& scratch, const Launch& on) const {
@@ -303,7 +312,7 @@ Tensor scaled_mm_op(const Tensor& a, const Tensor& b, const Tensor& a_scale, con
   const Real d_type = real_of(out_dtype, op, "out_dtype");
   Tensor d = empty({m, n}, out_dtype, on.device);
   Scratch scratch;
-  Product product(m, n, a.size(1), d_type, scratch);
+  Product product(m, n, a.size(1), d_type, fast, scratch);
   if (bias) {
     check_same_device(*bias, a, op, "bias");
     NF_CHECK(bias->dim() == 1 && bias->size(0) == n && bias->is_contiguous(), op,
@@ -312,10 +321,11 @@ Tensor scaled_mm_op(const Tensor& a, const Tensor& b, const Tensor& a_scale, con
   }
   const Prepared a_ready(a, a_scale, false, op, "a", scratch);
   const Prepared b_ready(b, b_scale, n * size_of(d_type) % 16 != 0, op, "b", scratch);
-  const int64_t workspace = scratch.add(workspace_bytes(on.device));
+  const int64_t workspace =
+      scratch.add(product.workspace(a_ready.planned(), b_ready.planned(), d.data_ptr(), on));
   scratch.allocate(on.device);
-  product.run(a_ready.in(scratch, on), b_ready.in(scratch, on), d.data_ptr(), fast, scratch,
-              workspace, on);
+  product.run(a_ready.in(scratch, on), b_ready.in(scratch, on), d.data_ptr(), scratch, workspace,
+              on);
   return d;
 }
 
@@ -334,19 +344,21 @@ void scaled_mm_accumulate_op(Tensor out, const Tensor& a, const Tensor& b, const
   p.ldd = m <= 1 ? n : out.stride(0);
   NF_CHECK((n <= 1 || out.stride(1) == 1) && p.ldd * size_of(p.d_type) % 16 == 0 && n % 8 == 0 &&
                reinterpret_cast<uintptr_t>(p.d) % 16 == 0,
-           op, ": expected out row-major with rows on 16-byte boundaries and a multiple of 8 "
-           "columns, got ", n, " columns and row stride ", p.ldd,
-           " (accumulate with torch where it is not)");
+           op,
+           ": expected out row-major with rows on 16-byte boundaries and a multiple of 8 "
+           "columns, got ",
+           n, " columns and row stride ", p.ldd, " (accumulate with torch where it is not)");
   if (out.numel() == 0 || a.size(1) == 0) return;
   Scratch scratch;
   const Prepared a_ready(a, a_scale, false, op, "a", scratch);
   const Prepared b_ready(b, b_scale, false, op, "b", scratch);
-  const int64_t workspace = scratch.add(workspace_bytes(on.device));
-  scratch.allocate(on.device);
-  p.a = a_ready.in(scratch, on), p.b = b_ready.in(scratch, on);
+  p.a = a_ready.planned(), p.b = b_ready.planned();
   p.k = padded(a.size(1));
   p.fast = fast;
   p.accumulate = true;
+  const int64_t workspace = scratch.add(workspace_for(p, on.device, on.stream));
+  scratch.allocate(on.device);
+  p.a = a_ready.in(scratch, on), p.b = b_ready.in(scratch, on);
   matmul(p, scratch.at(workspace), on.device, on.stream);
 }
 

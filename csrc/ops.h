@@ -33,7 +33,7 @@ class Launch {
   cudaStream_t stream;
 
  private:
-  torch::stable::accelerator::DeviceGuard guard_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // where another one is current
 };
 
 // A contiguous tensor, uninitialized. An allocation that fails reaches Python as
@@ -65,11 +65,12 @@ class Scratch {
 // A tensor's scale in memory: {scale, multiplier, 0, 0}, 16 bytes as cuBLASLt wants it aligned.
 constexpr int64_t kScale = 4;
 
-// Stands for an address in a scratch that is still being planned: a plan depends on which copies are
-// made, not on where.
+// Stands for an address in a scratch that is still being planned: a plan depends on which copies
+// are made, not on where.
 inline float* const kInScratch = reinterpret_cast<float*>(uintptr_t{256});
 
-// x [..., K] seen as [M, K]: a view where strides allow one, else of a contiguous copy that it owns.
+// x [..., K] seen as [M, K]: a view where strides allow one, else of a contiguous copy that it
+// owns.
 struct Matrix {
   Tensor owner;
   int64_t rows, cols, row_stride, col_stride;
@@ -94,9 +95,11 @@ Tensor scaled_mm_op(const Tensor& a, const Tensor& b, const Tensor& a_scale, con
                     std::optional<Tensor> bias, ScalarType out_dtype, bool fast);
 void scaled_mm_accumulate_op(Tensor out, const Tensor& a, const Tensor& b, const Tensor& a_scale,
                              const Tensor& b_scale, bool fast);
-std::tuple<Tensor, Tensor, Tensor> linear_forward(
-    const Tensor& x, const Tensor& w, std::optional<Tensor> bias, std::optional<Tensor> w_rows,
-    std::optional<Tensor> w_scale, int64_t x_format, int64_t w_format, bool fast, bool save_x);
+std::tuple<Tensor, Tensor, Tensor> linear_forward(const Tensor& x, const Tensor& w,
+                                                  std::optional<Tensor> bias,
+                                                  std::optional<Tensor> w_rows,
+                                                  std::optional<Tensor> w_scale, int64_t x_format,
+                                                  int64_t w_format, bool fast, bool save_x);
 std::tuple<Tensor, Tensor, Tensor> linear_backward(
     const Tensor& dy, std::optional<Tensor> x_columns, std::optional<Tensor> scales,
     std::optional<Tensor> w, std::optional<Tensor> w_columns, std::optional<Tensor> w_scale,

@@ -5,8 +5,8 @@
 
 namespace narrowfloat {
 
-Product::Product(int64_t m, int64_t n, int64_t k, Real d_type, Scratch& scratch)
-    : m_(m), n_(n), k_(k), d_type_(d_type) {
+Product::Product(int64_t m, int64_t n, int64_t k, Real d_type, bool fast, Scratch& scratch)
+    : m_(m), n_(n), k_(k), d_type_(d_type), fast_(fast) {
   // cuBLASLt writes rows that start on 16 bytes: others go through the scratch
   if (ragged()) d_first_ = scratch.add(m * padded(n) * size_of(d_type));
 }
@@ -20,27 +20,38 @@ void Product::plan_bias(const void* bias, Real type, Scratch& scratch) {
   if (bias_converted_) bias_first_ = scratch.add(padded(n_) * 2);
 }
 
-void Product::run(Operand a, Operand b, void* d, bool fast, const Scratch& scratch,
-                  int64_t workspace, const Launch& on) const {
-  if (m_ * n_ == 0) return;
-  if (k_ == 0) {
-    finish_rows(nullptr, n_, d, d_type_, m_, n_, bias_, bias_type_, on.stream);
-    return;
-  }
+Matmul Product::problem(const Operand& a, const Operand& b, void* d, const void* bias) const {
   Matmul p{};
   p.a = a, p.b = b;
   p.a.rows = m_;
   p.b.rows = ragged() ? padded(n_) : n_;
   p.k = padded(k_);
-  p.d = ragged() ? scratch.at(d_first_) : d;
+  p.d = d;
   p.d_type = d_type_;
   p.ldd = p.b.rows;
-  p.fast = fast;
+  p.bias = bias;
+  p.fast = fast_;
+  return p;
+}
+
+int64_t Product::workspace(const Operand& a, const Operand& b, void* d, const Launch& on) const {
+  if (nothing()) return 0;
+  const void* bias = bias_apart_ ? nullptr : bias_;
+  return workspace_for(problem(a, b, ragged() ? kInScratch : d, bias), on.device, on.stream);
+}
+
+void Product::run(const Operand& a, const Operand& b, void* d, const Scratch& scratch,
+                  int64_t workspace, const Launch& on) const {
+  if (nothing()) {  // zeros and the bias
+    finish_rows(nullptr, n_, d, d_type_, m_, n_, bias_, bias_type_, on.stream);
+    return;
+  }
   if (bias_converted_) {
     convert_bias(bias_, bias_type_, n_, scratch.at(bias_first_), epilogue_bias_type(d_type_),
                  padded(n_), on.stream);
   }
-  if (bias_ && !bias_apart_) p.bias = bias_converted_ ? scratch.at(bias_first_) : bias_;
+  const void* bias = bias_apart_ ? nullptr : bias_converted_ ? scratch.at(bias_first_) : bias_;
+  const Matmul p = problem(a, b, ragged() ? scratch.at(d_first_) : d, bias);
   matmul(p, scratch.at(workspace), on.device, on.stream);
   const void* rest = bias_apart_ ? bias_ : nullptr;
   if (ragged() || rest) {

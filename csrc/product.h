@@ -1,4 +1,5 @@
-// Decides what a product needs around cuBLASLt: operands padded, a bias it cannot take, ragged rows.
+// Decides what a product needs around cuBLASLt: operands padded, a bias it cannot take, ragged
+// rows.
 #pragma once
 
 #include "cublaslt.h"
@@ -6,30 +7,36 @@
 
 namespace narrowfloat {
 
-// d [m,n] = a [m,k] b [n,k]^T + bias [n]. Made in two steps, since what it needs from the scratch
-// must be known before the scratch is allocated: plan, then run.
+// d [m,n] = a [m,k] b [n,k]^T + bias [n]. Made in steps, since what it needs from the scratch must
+// be known before the scratch is allocated: plan, then run.
 class Product {
  public:
   Product() = default;
-  Product(int64_t m, int64_t n, int64_t k, Real d_type, Scratch& scratch);
+  Product(int64_t m, int64_t n, int64_t k, Real d_type, bool fast, Scratch& scratch);
 
   // bias: any type, any alignment
   void plan_bias(const void* bias, Real type, Scratch& scratch);
 
+  // Bytes that cuBLASLt wants beside. What will lie in the scratch is given as kInScratch.
   // d contiguous. Operands have rows of padded(k) bytes at least, zero beyond k; b has padded(n)
   // rows, zero beyond n.
-  void run(Operand a, Operand b, void* d, bool fast, const Scratch& scratch, int64_t workspace,
+  int64_t workspace(const Operand& a, const Operand& b, void* d, const Launch& on) const;
+
+  void run(const Operand& a, const Operand& b, void* d, const Scratch& scratch, int64_t workspace,
            const Launch& on) const;
 
  private:
   bool ragged() const { return n_ * size_of(d_type_) % 16 != 0; }
+  bool nothing() const { return m_ * n_ == 0 || k_ == 0; }
+  Matmul problem(const Operand& a, const Operand& b, void* d, const void* bias) const;
 
   int64_t m_ = 0, n_ = 0, k_ = 0;
   Real d_type_ = Real::f32;
+  bool fast_ = false;
   const void* bias_ = nullptr;
   Real bias_type_ = Real::f32;
-  bool bias_apart_ = false;      // added after the product, in fp32
-  bool bias_converted_ = false;  // to what the epilogue takes
+  bool bias_apart_ = false;               // added after the product, in fp32
+  bool bias_converted_ = false;           // to what the epilogue takes
   int64_t d_first_ = 0, bias_first_ = 0;  // in the scratch
 };
 

@@ -84,8 +84,8 @@ int grid_for(int64_t tiles, int device) {
 
 // Eight neighbours of a row lie in one or two aligned 16-byte words, in every row.
 bool vectors(const QuantizeJob& job) {
-  return job.col_stride == 1 && job.row_stride * size_of(job.type) % 16 == 0 &&
-         job.cols % 8 == 0 && reinterpret_cast<uintptr_t>(job.x) % 16 == 0;
+  return job.col_stride == 1 && job.row_stride * size_of(job.type) % 16 == 0 && job.cols % 8 == 0 &&
+         reinterpret_cast<uintptr_t>(job.x) % 16 == 0;
 }
 
 struct MeasureShape {
@@ -207,10 +207,7 @@ void run(const QuantizePlan& plan, const QuantizeStep& step, void* scratch, cuda
 // What the L2 cache keeps is not read again from memory by the launch that measured it. Beyond that
 // two launches are as fast, and do not wait for the whole device as a grid barrier must.
 void choose_steps(QuantizePlan& plan) {
-#ifndef NF_FUSE
-#define NF_FUSE 67
-#endif
-  const int64_t fits = device_of(plan.device).l2_bytes * NF_FUSE / 100;
+  const int64_t fits = device_of(plan.device).l2_bytes * 2 / 3;
   const auto fusible = [&](const QuantizeJob& job) {
     return !job.scale_given && writes(job) && bytes_of(job) <= fits;
   };

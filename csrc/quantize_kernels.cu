@@ -1,4 +1,5 @@
-// Decides how a tensor becomes FP8 on the device: one pass that measures, one that writes both copies.
+// Decides how a tensor becomes FP8 on the device: one pass that measures, one that writes both
+// copies.
 #include <cooperative_groups.h>
 
 #include <type_traits>
@@ -15,16 +16,20 @@ __device__ inline uint32_t bits_of(const T* p) {
   return *reinterpret_cast<const uint16_t*>(p);
 }
 
-// Eight neighbours at p, the first `count` of them. With kVectors all eight (or none) lie in aligned
-// 16-byte words; a kernel is compiled for that alone, since the other loads would fill its
+// Eight neighbours at p, the first `count` of them. With kVectors all eight (or none) lie in
+// aligned 16-byte words; a kernel is compiled for that alone, since the other loads would fill its
 // instruction cache.
-template <bool kVectors, typename T>
+template <bool kVectors, bool kLast = false, typename T>
 __device__ inline Eight<T> load8(const T* p, [[maybe_unused]] int64_t col_stride, int64_t count) {
   Eight<T> v;
   if constexpr (kVectors) {
 #pragma unroll
     for (int i = 0; i < Eight<T>::kWords / 4; ++i) {
-      const uint4 q = count > 0 ? reinterpret_cast<const uint4*>(p)[i] : make_uint4(0, 0, 0, 0);
+      uint4 q = make_uint4(0, 0, 0, 0);
+      if (count > 0) {
+        const uint4* from = reinterpret_cast<const uint4*>(p) + i;
+        q = kLast ? __ldcs(from) : *from;
+      }
       v.w[4 * i] = q.x, v.w[4 * i + 1] = q.y, v.w[4 * i + 2] = q.z, v.w[4 * i + 3] = q.w;
     }
   } else {
@@ -78,8 +83,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
         const int64_t r = band * kBand + i * kWarps + warp;
-        v[i] = load8<kVectors>(column + r * job.row_stride, job.col_stride,
-                               r < job.rows ? count : 0);
+        v[i] =
+            load8<kVectors>(column + r * job.row_stride, job.col_stride, r < job.rows ? count : 0);
       }
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
@@ -136,7 +141,7 @@ struct TileShare {
   static constexpr int kHalves = kRows / 64;
   Eight<T> v[kHalves][4];
 
-  template <bool kVectors>
+  template <bool kVectors, bool kLast>
   __device__ void load(const JobParams& job, const Tile<kRows>& tile) {
     const int r = threadIdx.x / 16 * 4, c = threadIdx.x % 16 * 8;
     const T* p = static_cast<const T*>(job.x) + (tile.r0 + r) * job.row_stride +
@@ -145,8 +150,8 @@ struct TileShare {
     for (int h = 0; h < kHalves; ++h) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        v[h][i] = load8<kVectors>(p + (h * 64 + i) * job.row_stride, job.col_stride,
-                                  r + h * 64 + i < tile.rows ? tile.cols - c : 0);
+        v[h][i] = load8<kVectors, kLast>(p + (h * 64 + i) * job.row_stride, job.col_stride,
+                                         r + h * 64 + i < tile.rows ? tile.cols - c : 0);
       }
     }
   }
@@ -166,8 +171,8 @@ struct Codes {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           const float2 a = pair(share.v[h][i], 2 * k), b = pair(share.v[h][i], 2 * k + 1);
-          w[h][i][k] = encode4<E>(a.x * multiplier, a.y * multiplier, b.x * multiplier,
-                                  b.y * multiplier);
+          w[h][i][k] =
+              encode4<E>(a.x * multiplier, a.y * multiplier, b.x * multiplier, b.y * multiplier);
         }
       }
     }
@@ -182,7 +187,22 @@ __device__ inline int shared_word(int column, int row_group) {
   return column * kWords + (row_group ^ ((column / 8 * 2) & (kWords - 1)));
 }
 
-template <int kRows>
+#ifndef NF_LD
+#define NF_LD 0
+#endif
+#ifndef NF_ST
+#define NF_ST 0
+#endif
+template <bool kStream, typename V>
+__device__ inline void store(V* to, V v) {
+  if constexpr (kStream) {
+    __stcs(to, v);
+  } else {
+    *to = v;
+  }
+}
+
+template <bool kStream, int kRows>
 __device__ inline void write_rows(const JobParams& job, const Tile<kRows>& tile,
                                   const Codes<kRows>& codes) {
   const int r = threadIdx.x / 16 * 4, c = threadIdx.x % 16 * 8;
@@ -193,21 +213,21 @@ __device__ inline void write_rows(const JobParams& job, const Tile<kRows>& tile,
     if (r + h * 64 >= tile.padded_rows) return;  // padded to 16: four rows are in or out together
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      *reinterpret_cast<uint2*>(row + (h * 64 + i) * job.q_rows_ld) =
-          make_uint2(codes.w[h][i][0], codes.w[h][i][1]);
+      store<kStream>(reinterpret_cast<uint2*>(row + (h * 64 + i) * job.q_rows_ld),
+                     make_uint2(codes.w[h][i][0], codes.w[h][i][1]));
     }
   }
 }
 
-template <int kRows>
+template <bool kStream, int kRows>
 __device__ inline void write_columns(const JobParams& job, const Tile<kRows>& tile,
                                      const Codes<kRows>& codes, uint32_t* shared) {
 #pragma unroll
   for (int h = 0; h < kRows / 64; ++h) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const Bytes4x4 t = transpose_bytes(codes.w[h][0][k], codes.w[h][1][k], codes.w[h][2][k],
-                                         codes.w[h][3][k]);
+      const Bytes4x4 t =
+          transpose_bytes(codes.w[h][0][k], codes.w[h][1][k], codes.w[h][2][k], codes.w[h][3][k]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         shared[shared_word<kRows>(threadIdx.x % 16 * 8 + k * 4 + j, threadIdx.x / 16 + h * 16)] =
@@ -225,8 +245,8 @@ __device__ inline void write_columns(const JobParams& job, const Tile<kRows>& ti
 #pragma unroll 4
   for (int i = 0; i < kTileCols / kColumnsAtOnce; ++i, column += step) {
     if (first + i * kColumnsAtOnce < tile.padded_cols) {
-      *reinterpret_cast<uint32_t*>(column) =
-          shared[shared_word<kRows>(first + i * kColumnsAtOnce, word)];
+      store<kStream>(reinterpret_cast<uint32_t*>(column),
+                     shared[shared_word<kRows>(first + i * kColumnsAtOnce, word)]);
     }
   }
 }
@@ -264,8 +284,8 @@ __device__ inline void sum_tile(const JobParams& job, const Tile<kRows>& tile,
 }
 
 // The jobs' scales, in every thread, from the partial maxima or as given. One warp a block reads
-// the partials, several a lane at once: all blocks do so together, and more of them queue at the few
-// L2 lines that hold them.
+// the partials, several a lane at once: all blocks do so together, and more of them queue at the
+// few L2 lines that hold them.
 __device__ inline void resolve_scales(const QuantizeParams& p, float (&multiplier)[kMaxJobs]) {
   __shared__ float shared[kMaxJobs];
   if (threadIdx.x < 32) {
@@ -334,7 +354,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       Amax<T> amax;
       for (uint32_t i = first_tile(job); i < job.tiles; i += gridDim.x) {
         const Tile<kRows> tile(job, i);
-        share.template load<kVectors>(job, tile);
+        share.template load<kVectors, false>(job, tile);
         held = true;
         held_job = j;
 #pragma unroll
@@ -360,7 +380,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     uint32_t own = job.tiles > first ? (job.tiles - 1 - first) / gridDim.x + 1 : 0;
     while (own-- > 0) {
       const Tile<kRows> tile(job, first + own * gridDim.x);
-      if (!held || j != held_job) share.template load<kVectors>(job, tile);
+      if (!held || j != held_job) share.template load<kVectors, NF_LD && !kMeasures>(job, tile);
       held = false;
       Codes<kRows> codes;
       if (job.format == Element::e4m3) {
@@ -368,10 +388,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       } else {
         codes.template encode<Element::e5m2>(share, own_multiplier);
       }
-      if (job.q_rows) write_rows(job, tile, codes);
+      if (job.q_rows) write_rows<NF_ST && !kMeasures>(job, tile, codes);
       if (job.q_columns) {
         __syncthreads();  // the tile before has been read out of shared memory
-        write_columns(job, tile, codes, shared);
+        write_columns<NF_ST && !kMeasures>(job, tile, codes, shared);
       }
     }
     if (job.column_sums == nullptr) continue;

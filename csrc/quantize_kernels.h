@@ -1,4 +1,5 @@
-// Decides what the quantizing kernels are told: the structs that quantize.cpp fills for quantize.cu.
+// Decides what the quantizing kernels are told: the structs that quantize.cpp fills for
+// quantize.cu.
 #pragma once
 
 #include "quantize.h"
@@ -6,9 +7,9 @@
 namespace narrowfloat {
 
 constexpr int kThreads = 256;
-constexpr int kTileCols = 128;     // of a quantizing tile; its rows are a template argument
-constexpr int kStripCols = 256;    // of a measuring block: a warp reads 32 x 8 neighbours
-constexpr int kBlocksPerSm = 4;   // resident at once; bounds registers to 64 a thread
+constexpr int kTileCols = 128;   // of a quantizing tile; its rows are a template argument
+constexpr int kStripCols = 256;  // of a measuring block: a warp reads 32 x 8 neighbours
+constexpr int kBlocksPerSm = 4;  // resident at once; bounds registers to 64 a thread
 
 struct JobParams {
   const void* x;

@@ -35,7 +35,7 @@ def operands(device: str, dtype: torch.dtype, m: int = 24, k: int = 64, n: int =
 def at_scale_one(values: list[float], format: str, device: str, dtype: torch.dtype = F32) -> Tensor:
     """The codes that `values` become when the scale is 1 instead of measured, as fp32."""
     x = torch.tensor([values], device=device).to(dtype)
-    one = torch.ones(2, device=device)
+    one = torch.ones(4, device=device)
     rows, columns, _ = ops.quantize_op(x, formats.FORMATS[format].code, True, True, one)
     n = len(values)
     assert_same_bits(rows[:1, :n], columns[:n, :1].t(), "rows and columns")
@@ -160,7 +160,7 @@ def test_o25_casts_saturate(device, format, mode):
     """O-25: +-448 and +-57344 whatever torch's own cast does, eager and compiled."""
     values, right = CASES_O25[format]
     x = torch.tensor([values], device=device)
-    one = torch.ones(2, device=device)
+    one = torch.ones(4, device=device)
     code = formats.FORMATS[format].code
 
     def cast(x: Tensor) -> Tensor:

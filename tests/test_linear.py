@@ -43,13 +43,14 @@ def test_operators_equal_reference(
     assert relative_error(got[0].cpu(), want[0]) <= rounding
     assert_same_bits(got[1], want[1], "x_columns")
     assert_same_bits(got[2], want[2], "scales")
+    x_columns, scales = got[1:]
     for need_dx, need_dw, need_db in itertools.product((True, False), repeat=3):
-        back = lambda op, to: op(  # noqa: E731
-            dy.to(to), got[1].to(to), got[2].to(to), w.to(to), None, None, k, E5M2, E4M3,
-            False, False, need_dx, dtype if need_dw else None, dtype if need_db else None,
-        )  # fmt: skip
-        grads = back(ops.linear_backward, device)
-        refs = back(reference.linear_backward, "cpu")
+        dtypes = (dtype if need_dw else None, dtype if need_db else None)
+        settings = (k, E5M2, E4M3, False, False, need_dx, *dtypes)
+        grads = ops.linear_backward(dy, x_columns, scales, w, None, None, *settings)
+        refs = reference.linear_backward(
+            dy.cpu(), x_columns.cpu(), scales.cpu(), w.cpu(), None, None, *settings
+        )
         for g, r, needed, what in zip(
             grads, refs, (need_dx, need_dw, need_db), ("dx", "dw", "db"), strict=True
         ):
@@ -134,9 +135,7 @@ def test_recipe_fields_reach_the_operators(device: str) -> None:
     assert base[0] < e4 < base[1] < e5
     all_e4 = run(nf.Recipe("e4", gemm(), gemm("e4m3", "e4m3"), gemm("e4m3", "e4m3")))
     assert all(error < e4 for error in all_e4)
-    x_e5 = run(
-        nf.Recipe("x5", gemm("e5m2", "e4m3"), gemm("e4m3", "e4m3"), gemm("e4m3", "e5m2"))
-    )
+    x_e5 = run(nf.Recipe("x5", gemm("e5m2", "e4m3"), gemm("e4m3", "e4m3"), gemm("e4m3", "e5m2")))
     assert e4 < x_e5[0] < mixed and x_e5[1] < e4 and e4 < x_e5[2] < mixed
 
 

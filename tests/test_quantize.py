@@ -32,9 +32,7 @@ def decoded(fmt: formats.Format) -> np.ndarray:
         elif exponent == 0:
             values[code] = sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
         else:
-            values[code] = (
-                sign * (1 + mantissa / 2**mantissa_bits) * 2.0 ** (exponent - bias)
-            )
+            values[code] = sign * (1 + mantissa / 2**mantissa_bits) * 2.0 ** (exponent - bias)
     return values
 
 
@@ -154,7 +152,15 @@ def test_kernel_equals_reference(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape",
-    [(4096, 4096), (4104, 5000), (300, 70000), (70000, 300), (8192, 4096), (12345, 2056), (3, 9000000)],
+    [
+        (4096, 4096),
+        (4104, 5000),
+        (300, 70000),
+        (70000, 300),
+        (8192, 4096),
+        (12345, 2056),
+        (3, 9000000),
+    ],
 )
 def test_large_tensors_both_paths(cuda: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """Around the size where one launch becomes two; ragged edges, many tiles a block. The
@@ -165,8 +171,10 @@ def test_large_tensors_both_paths(cuda: str, dtype: torch.dtype, shape: tuple[in
     want = reference.quantize(x, 0, True, True)
     assert got[2][0].item() == np.float32(77.0) / np.float32(448.0)
     for g, w, what in zip(got, want, ("rows", "columns", "scale"), strict=True):
-        assert torch.equal(g.view(torch.uint8), w.view(torch.uint8)) if g.dtype.itemsize == 1 else (
-            torch.equal(g, w)
+        assert (
+            torch.equal(g.view(torch.uint8), w.view(torch.uint8))
+            if g.dtype.itemsize == 1
+            else (torch.equal(g, w))
         ), what
 
 

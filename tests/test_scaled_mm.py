@@ -55,9 +55,7 @@ def test_product(
     qa, qb = operands(m, n, k, device, *formats)
     bias = torch.randn(n, device=device)
     for b in (None, bias, bias.bfloat16(), bias.half()):
-        d = ops.scaled_mm(
-            qa.data, qb.data, own_scale(qa), own_scale(qb), b, out_dtype, fast=fast
-        )
+        d = ops.scaled_mm(qa.data, qb.data, own_scale(qa), own_scale(qb), b, out_dtype, fast=fast)
         assert d.shape == (m, n) and d.is_contiguous() and d.dtype == out_dtype
         ref = exact(qa, qb)
         if b is not None:
@@ -91,7 +89,9 @@ def test_accumulate(device: str, dtype: torch.dtype, m: int, n: int, k: int) -> 
     out = torch.randn(m, n, device=device).to(dtype)
     ref = out.double() + exact(qa, qb)
     ops.scaled_mm_accumulate_op(out, qa.data, qb.data, own_scale(qa), own_scale(qb), False)
-    assert relative_error(out, ref) <= (2.0**-8 if dtype == torch.bfloat16 else 2e-4 if device == "cuda" else 2e-6)
+    assert relative_error(out, ref) <= (
+        2.0**-8 if dtype == torch.bfloat16 else 2e-4 if device == "cuda" else 2e-6
+    )
 
 
 def test_unaligned_views(device: str) -> None:

@@ -1,6 +1,7 @@
 """FP8 linear layers and matmuls for training in PyTorch. What is public, and nothing else."""
 
-from . import _binary, ops
+from . import _binary as _binary
+from . import ops as ops
 from ._version import __version__
 from .autograd import LinearFunction, linear, matmul
 from .convert import Report, convert, plan

@@ -10,6 +10,7 @@ from torch import Tensor
 from . import ops, support
 from . import recipe as recipes
 from .recipe import Recipe
+from .reference import check_quantizable
 from .reuse import Held
 
 
@@ -98,8 +99,8 @@ def matmul(a: Tensor, b: Tensor, recipe: str | Recipe = "fp8") -> Tensor:
     a may have one dimension or more, b has two (a batch of b is refused: quantize a loop over
     it). Dtypes, gradients and errors as for linear().
     """
-    ops.check_quantizable(a, "matmul")
-    ops.check_quantizable(b, "matmul")
+    check_quantizable(a, "matmul")
+    check_quantizable(b, "matmul")
     if b.dim() != 2:
         raise ValueError(
             f"matmul: expected b [K,N], got {tuple(b.shape)} "

@@ -93,6 +93,8 @@ def plan(
             report.left.append((name, f"already a narrowfloat layer ({module.recipe})"))
         elif type(module) is not nn.Linear:
             report.left.append((name, f"its type is {type(module).__name__}, not nn.Linear"))
+        elif "forward" in vars(module):
+            report.left.append((name, "its forward was replaced on the instance"))
         elif id(module) in heads:
             report.left.append((name, f"{heads[id(module)]} (head=True converts it)"))
         else:

@@ -1,4 +1,4 @@
-"""Decides what each narrow number format is: its element, its largest value, its code in operators."""
+"""Decides what each narrow format is: its element, its largest value, its code in operators."""
 
 from __future__ import annotations
 

@@ -53,15 +53,20 @@ linear_forward = _ops.linear_forward.default
 linear_backward = _ops.linear_backward.default
 
 
-def _rows_of(x: Tensor) -> int | torch.SymInt:
-    rows: int | torch.SymInt = 1
+def _rows_of(x: Tensor) -> int:  # a SymInt while shapes are traced
+    rows = 1
     for size in x.shape[:-1]:
         rows = rows * size
     return rows
 
 
+# The operators' fakes: shapes and dtypes of what reference.py's functions of these names return.
+
+
 @torch.library.register_fake("narrowfloat::quantize")
-def _(x, format, rows, columns, scale=None):
+def _quantize(
+    x: Tensor, format: int, rows: bool, columns: bool, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     m, k, dtype = _rows_of(x), x.shape[-1], BY_CODE[format].dtype
     return (
         x.new_empty((padded(m), padded(k)) if rows else (0,), dtype=dtype),
@@ -71,17 +76,37 @@ def _(x, format, rows, columns, scale=None):
 
 
 @torch.library.register_fake("narrowfloat::scaled_mm")
-def _(a, b, a_scale, b_scale, bias, out_dtype, fast):
+def _scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 @torch.library.register_fake("narrowfloat::scaled_mm_accumulate_")
-def _(out, a, b, a_scale, b_scale, fast):
+def _scaled_mm_accumulate_(
+    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool
+) -> None:
     return None
 
 
 @torch.library.register_fake("narrowfloat::linear_forward")
-def _(x, w, bias, w_rows, w_scale, x_format, w_format, fast, save_x):
+def _linear_forward(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    w_rows: Tensor | None,
+    w_scale: Tensor | None,
+    x_format: int,
+    w_format: int,
+    fast: bool,
+    save_x: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     check_linear(x, w, bias, "linear")
     m, (n, k) = _rows_of(x), w.shape
     return (
@@ -92,22 +117,22 @@ def _(x, w, bias, w_rows, w_scale, x_format, w_format, fast, save_x):
 
 
 @torch.library.register_fake("narrowfloat::linear_backward")
-def _(
-    dy,
-    x_columns,
-    scales,
-    w,
-    w_columns,
-    w_scale,
-    in_features,
-    dy_format,
-    w_format,
-    fast_dgrad,
-    fast_wgrad,
-    need_dx,
-    dw_dtype,
-    db_dtype,
-):
+def _linear_backward(
+    dy: Tensor,
+    x_columns: Tensor | None,
+    scales: Tensor | None,
+    w: Tensor | None,
+    w_columns: Tensor | None,
+    w_scale: Tensor | None,
+    in_features: int,
+    dy_format: int,
+    w_format: int,
+    fast_dgrad: bool,
+    fast_wgrad: bool,
+    need_dx: bool,
+    dw_dtype: torch.dtype | None,
+    db_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     n = dy.shape[-1]
     return (
         dy.new_empty((*dy.shape[:-1], in_features) if need_dx else (0,)),
@@ -177,7 +202,8 @@ def scaled_mm(
     element, sum in fp32, one rounding to out_dtype (fp32, bf16, fp16).
 
     An operand whose sizes are not multiples of 16 or whose rows do not start on 16 bytes is copied
-    with zero padding inside. TypeError for other dtypes, ValueError for shapes or devices that do not match.
+    with zero padding inside. TypeError for other dtypes, ValueError for shapes or devices that do
+    not match.
     """
     for q, name in ((a, "a"), (b, "b")):
         reference.format_of(q, who)

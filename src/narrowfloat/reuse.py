@@ -39,6 +39,8 @@ class WeightCache:
         nothing may be held."""
         if self.open == 0 or torch.compiler.is_compiling() or w.is_inference():
             return None  # an inference tensor counts no versions
+        if not isinstance(w, nn.Parameter):
+            return None  # computed anew for each forward (a parametrization): it would only pile up
         # What is held was written on one stream, in one capture or in none; elsewhere its
         # contents may not be there yet (or, after a capture, not before the replay).
         key = (w._version, w.data_ptr(), w.dtype, recipe.fprop.b, *_stream_and_capture(w))
@@ -77,7 +79,8 @@ def reuse_weights(model: nn.Module) -> Iterator[nn.Module]:
     Both orientations of each weight are held in FP8 (2 bytes an element) until the context is
     left, an optimizer steps, or the weight's version changes (any in-place operation). Writes
     that PyTorch does not count, those through `.data`, are not seen: leave the context first.
-    Code under torch.compile and modules that are called from several streams quantize as outside
+    A weight that is computed at each forward (a parametrization) is not held. Code under
+    torch.compile and modules that are called from several streams quantize as outside
     the context (again for each stream); a capture holds its own copies.
     """
     from .modules import Linear

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import ops, recipe, support
 from .autograd import linear
+from .reference import check_linear, check_quantizable
 
 _FP8 = recipe.RECIPES["fp8"]
 
@@ -52,7 +53,7 @@ def fp8_linear_backward(
 
     Each only where its mask asks, else None; all in x's dtype. g is quantized to E5M2.
     """
-    ops.check_linear(x, w, None, "fp8_linear_backward")
+    check_linear(x, w, None, "fp8_linear_backward")
     if g.shape != (*x.shape[:-1], w.shape[0]):
         raise ValueError(
             f"fp8_linear_backward: expected g {(*x.shape[:-1], w.shape[0])} for x "
@@ -60,7 +61,7 @@ def fp8_linear_backward(
         )
     if len(masks) != 3:
         raise ValueError(f"fp8_linear_backward: expected three masks, got {len(masks)}")
-    ops.check_quantizable(g, "fp8_linear_backward", "g")
+    check_quantizable(g, "fp8_linear_backward", "g")
     if g.device != x.device:
         raise ValueError(
             f"fp8_linear_backward: expected g on {x.device} as x is, got {g.device} (move it there)"

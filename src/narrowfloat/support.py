@@ -46,6 +46,34 @@ ARCHITECTURES = (
 )
 
 
+def support_table() -> str:
+    """The support table in Markdown, one line a recipe and architecture. README holds it as is."""
+    rows = [("recipe", "architecture", "chips", "runs", "tested"), ("---",) * 5]
+    for name in recipes.RECIPES:
+        rows += [(name, a.sm, a.chips, "native (FP8 tensor cores)", a.ran) for a in ARCHITECTURES]
+        rows.append((name, "other GPUs", "", "no", ""))
+        rows.append((name, "CPU", "", "reference (slow, the same quantized bytes)", "run"))
+    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
+
+
+def compiled_for(archs: str, capability: tuple[int, int]) -> bool:
+    """Whether a binary with these architectures ("sm_89 sm_90a sm_100f compute_120") has code for
+    a chip. Rules: CUDA C++ Programming Guide, "Application Compatibility" and "Family-Specific
+    Features"."""
+    for arch in archs.split():
+        kind, _, number = arch.partition("_")
+        major, minor = int(number.rstrip("af")[:-1]), int(number.rstrip("af")[-1])
+        if number.endswith("a"):  # this chip alone
+            fits = (major, minor) == capability
+        elif kind == "sm" or number.endswith("f"):  # later chips of the same major
+            fits = major == capability[0] and minor <= capability[1]
+        else:  # plain PTX: any later chip
+            fits = (major, minor) <= capability
+        if fits:
+            return True
+    return False
+
+
 def _architecture(capability: tuple[int, int]) -> Architecture | None:
     for row in ARCHITECTURES:
         if capability in row.capabilities:
@@ -78,6 +106,8 @@ def supported(
     if not torch.cuda.is_available():
         return Support(False, "no", "torch finds no CUDA device (see python -m narrowfloat)")
     index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= (count := torch.cuda.device_count()):
+        return Support(False, "no", f"there is no cuda:{index}; torch finds {count} CUDA device(s)")
     capability = torch.cuda.get_device_capability(index)
     row = _architecture(capability)
     if row is None:

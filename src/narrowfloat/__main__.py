@@ -1,0 +1,174 @@
+"""Decides what `python -m narrowfloat` tells: versions, the binary, the devices, what runs where.
+
+Exit code 1 where a GPU is there and no recipe runs on any of them, else 0.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from . import __version__, _binary, recipe, support
+from .autograd import linear
+
+T = TypeVar("T")
+
+
+def _ask(question: Callable[..., T], *args: Any) -> tuple[T | None, str]:
+    """(answer, "") or (None, what went wrong). A broken driver or torch must not end the report."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            answer = question(*args)
+        except Exception as e:
+            return None, f"{type(e).__name__}: {str(e).strip() or 'no message'}"
+    # torch warns, and does not raise, where the driver is too old for it
+    return answer, "; ".join(str(w.message).strip() for w in caught)
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version; known without a working torch.cuda, through nvidia-smi."""
+    from torch.utils import collect_env
+
+    found = collect_env.get_nvidia_driver_version(collect_env.run)
+    return str(found) if found else None
+
+
+def _release(version: int, major: int) -> str:
+    """130100 and 10000 -> 13.1.0; 13020 and 1000 -> 13.2"""
+    if major == 1000:
+        return f"{version // 1000}.{version % 1000 // 10}"
+    return f"{version // 10000}.{version % 10000 // 100}.{version % 100}"
+
+
+def _try(name: str, device: str) -> None:
+    """One small layer, forward and backward: whether the kernels really start."""
+    x = torch.ones(16, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    y = linear(x, torch.ones_like(x), None, name)
+    y.sum().backward()
+    if y.sum().item() != 16**3 or x.grad is None or x.grad.sum().item() != 16**3:
+        raise RuntimeError("a product of ones came out wrong")
+
+
+def _versions(driver: str | None) -> list[str]:
+    cublaslt = "not loaded (no binary)"
+    if _binary.module is not None:
+        number, why = _ask(_binary.module.cublaslt_version)
+        cublaslt = why if number is None else _release(number, 10000)
+    return [
+        f"narrowfloat  {__version__}",
+        f"Python       {platform.python_version()}, {sys.executable}",
+        f"torch        {torch.__version__}, built with CUDA {torch.version.cuda or '(none)'}",
+        f"cuBLASLt     {cublaslt}",
+        f"driver       {driver or 'none found'}",
+    ]
+
+
+def _describe_binary() -> list[str]:
+    if _binary.module is None or _binary.problem is not None:
+        return [f"none that can be used. {_binary.problem}"]
+    target = _binary.module.torch_target()
+    return [
+        f"compiled for {_binary.module.archs()}",
+        f"with CUDA {_release(_binary.module.cuda_version(), 1000)}, "
+        f"for torch {target >> 56}.{target >> 48 & 0xFF} and newer",
+    ]
+
+
+def _device(index: int, wrong: list[str]) -> tuple[list[str], bool]:
+    """Lines about cuda:index, and whether any recipe runs on it."""
+    where = f"cuda:{index}"
+    name, why_name = _ask(torch.cuda.get_device_name, index)
+    capability, why = _ask(torch.cuda.get_device_capability, index)
+    if capability is None:
+        wrong.append(f"{where}: torch cannot ask for its architecture: {why}")
+        return [f"{where}  {name or why_name}"], False
+    lines = [f"{where}  {name or why_name}, sm_{capability[0]}{capability[1]}"]
+    runs = False
+    for each in recipe.RECIPES:
+        answer, why = _ask(support.supported, each, index)
+        if answer is None:
+            answer = support.Support(False, "no", why)
+        elif answer and _binary.module is not None:
+            archs = _binary.module.archs()
+            if not support.compiled_for(archs, capability):
+                answer = support.Support(
+                    False, "no", f"the binary has code for {archs} only (compile it for this chip)"
+                )
+        if answer:
+            _, why = _ask(_try, each, where)
+            if why:
+                answer = support.Support(False, "no", f"a layer of 16 x 16 fails: {why}")
+        lines.append(f"        {each}: {answer.how}; {answer.reason}")
+        if answer:
+            runs = True
+        elif answer.reason != _binary.problem:
+            wrong.append(f"{where}: {each} does not run: {answer.reason}")
+    return lines, runs
+
+
+def _devices(driver: str | None, wrong: list[str]) -> tuple[list[str], bool]:
+    """Lines about the devices, and whether all is well: a GPU that runs a recipe, or no GPU."""
+    available, why = _ask(torch.cuda.is_available)
+    count, why_count = _ask(torch.cuda.device_count) if available else (0, "")
+    lines: list[str] = []
+    fine = True
+    if count:
+        runs = [_device(index, wrong) for index in range(count)]
+        lines = [line for found, _ in runs for line in found]
+        fine = any(good for _, good in runs)
+        if _binary.problem is not None:
+            wrong.insert(0, _binary.problem)
+    elif driver is not None or why or why_count:
+        fine = False
+        there = f"the NVIDIA driver {driver} is there, but " if driver else ""
+        wrong.append(f"{there}torch finds no CUDA device: {why or why_count or 'it says not why'}")
+        if _binary.problem is not None:
+            wrong.append(_binary.problem)
+        if torch.version.cuda is not None:
+            wrong.append(
+                f"look at nvidia-smi, CUDA_VISIBLE_DEVICES, and that the driver is new enough for "
+                f"CUDA {torch.version.cuda}"
+            )
+        lines = ["no CUDA device that torch can use"]
+    else:
+        lines = ["no CUDA device"]
+    for name in recipe.RECIPES:
+        answer = support.supported(name, "cpu")
+        lines.append(f"cpu     {name}: {answer.how}; {answer.reason}")
+    return lines, fine
+
+
+def _section(title: str, lines: list[str]) -> None:
+    print(f"\n{title}")
+    for line in lines:
+        print(textwrap.indent(line, "  "))
+
+
+def main() -> int:
+    driver, _ = _ask(_driver)
+    wrong: list[str] = []
+    print("\n".join(_versions(driver)))
+    binary, why = _ask(_describe_binary)
+    _section("Binary (narrowfloat._C)", binary or [f"broken: {why}"])
+    devices, fine = _devices(driver, wrong)
+    _section("Devices", devices)
+    print(f"\nSupport\n\n{support.support_table()}\n")
+    if wrong:
+        print("Wrong here:")
+        print("\n".join(f"- {line}" for line in wrong))
+    elif devices[0].startswith("no CUDA device"):
+        print("No GPU here: everything runs on the CPU, through the reference kernels.")
+    else:
+        print("Nothing is wrong here.")
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Runs the GPU tests and the sanitizers on the machine at hand and writes down how they went.
+
+python3 tools/gpu_tests.py --out benchmarks/results/h200/tests.json [--commit C] [--workers N]
+                           [--sanitize memcheck racecheck]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
+
+# What launches every kernel at ragged, strided, empty and ordinary sizes; the sanitizers run it.
+KERNEL_TESTS = [
+    "tests/test_quantize.py::test_kernel_equals_reference",
+    "tests/test_quantize.py::test_strides",
+    "tests/test_quantize.py::test_empty",
+    "tests/test_linear.py::test_operators_equal_reference",
+    "tests/test_linear.py::test_held_weight_gives_the_same_bits",
+    "tests/test_scaled_mm.py::test_unaligned_views",
+]
+
+
+def run_tests(arguments: list[str], before: list[str]) -> tuple[dict[str, object], str]:
+    xml = ROOT / ".gpu_tests.xml"
+    command = [*before, sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    begun = time.time()
+    done = subprocess.run(
+        [*command, f"--junitxml={xml}", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    summary: dict[str, object] = {"seconds": round(time.time() - begun, 1)}
+    if xml.exists():
+        suite = next(ET.parse(xml).getroot().iter("testsuite"))
+        total, failed, skipped = (
+            int(suite.get("tests", 0)),
+            int(suite.get("failures", 0)) + int(suite.get("errors", 0)),
+            int(suite.get("skipped", 0)),
+        )
+        summary |= {"passed": total - failed - skipped, "failed": failed, "skipped": skipped}
+        reasons = {e.get("message") for e in suite.iter("skipped")}
+        if reasons:
+            summary["skip_reasons"] = sorted(str(r) for r in reasons)
+        xml.unlink()
+    return summary, done.stdout + done.stderr
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit")
+    parser.add_argument("--workers", default="6")
+    parser.add_argument("--sanitize", nargs="*", default=[])
+    args = parser.parse_args()
+
+    import record  # benchmarks/record.py: what machine this is
+    import torch
+
+    result: dict[str, object] = {
+        "machine": record.machine(torch.device("cuda"), args.commit),
+        "tests": {},
+    }
+    good = True
+
+    def keep(name: str, summary: dict[str, object], output: str) -> None:
+        nonlocal good
+        good &= summary.get("failed") == 0 and summary.get("errors", 0) == 0
+        result["tests"][name] = summary  # type: ignore[index]
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"{name}: {summary}", flush=True)
+        if summary.get("failed") != 0 or summary.get("errors", 0) != 0:
+            print(output[-6000:], flush=True)
+
+    keep("gpu", *run_tests(["-n", args.workers], []))
+    for tool in args.sanitize:
+        sanitizer = shutil.which("compute-sanitizer")
+        if sanitizer is None:
+            raise SystemExit("gpu_tests: compute-sanitizer is not on PATH")
+        before = [sanitizer, f"--tool={tool}", "--kernel-regex", "kns=narrowfloat"]
+        summary, output = run_tests(KERNEL_TESTS, before)
+        found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", output)
+        summary["errors"] = sum(map(int, found)) if found else None
+        keep(tool, summary, output)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
