@@ -30,6 +30,7 @@ KEYS = {
     "model": ("recipe", "width", "blocks", "tokens"),
     "train": ("recipe", "params", "steps", "seeds"),
     "decode": ("recipe", "tokens", "in", "out"),
+    "accumulation": ("accumulate", "terms"),
 }
 VALUES = {
     "linear": ("ms", "bf16_ms", "ratio", "limit_ms", "of_limit"),
@@ -40,6 +41,7 @@ VALUES = {
     "model": ("ratio",),
     "train": ("loss", "bf16_loss", "gap_percent", "gap_error_percent"),
     "decode": ("ratio",),
+    "accumulation": ("sum",),
 }
 EXTRA = {"train"}  # benches whose rows may carry more: they come from examples/train_gpt.py
 LESS_IS_BETTER = {"host", "memory"}

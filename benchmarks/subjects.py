@@ -73,6 +73,20 @@ def quantize(run: Run) -> None:
         del inputs
 
 
+def accumulation(run: Run) -> None:
+    """What a sum of ones, of one sign as activations can be, comes to; not a time."""
+    for terms in (512, 1024, 4096, 8192, 16384):
+        ones = run.randn(16, terms).fill_(1.0)
+        rows, _, scale = torch.ops.narrowfloat.quantize(ones, FORMAT_CODES["e4m3"], True, False)
+        for name in ("fast", "exact"):
+            product = torch.ops.narrowfloat.scaled_mm(
+                rows, rows, scale, scale, None, torch.float32, name == "fast"
+            )
+            run.out.add(
+                record.row("accumulation", accumulate=name, terms=terms, sum=product[0, 0].item())
+            )
+
+
 class Operands(NamedTuple):
     a: Tensor  # [M, K] bf16
     b: Tensor  # [N, K] bf16
@@ -325,5 +339,5 @@ def train(run: Run) -> None:
 
 
 SUBJECTS: dict[str, Callable[[Run], None]] = {
-    f.__name__: f for f in (quantize, gemm, linear, host, memory, model, train)
+    f.__name__: f for f in (quantize, accumulation, gemm, linear, host, memory, model, train)
 }

@@ -120,9 +120,14 @@ def _devices(driver: str | None, wrong: list[str]) -> tuple[list[str], bool]:
     lines: list[str] = []
     fine = True
     if count:
-        runs = [_device(index, wrong) for index in range(count)]
-        lines = [line for found, _ in runs for line in found]
-        fine = any(good for _, good in runs)
+        fine = False
+        for index in range(count):
+            found, why = _ask(_device, index, wrong)
+            if found is None:
+                wrong.append(f"cuda:{index}: {why}")
+                found = [f"cuda:{index}  {why}"], False
+            lines += found[0]
+            fine = fine or found[1]
         if _binary.problem is not None:
             wrong.insert(0, _binary.problem)
     elif driver is not None or why or why_count:

@@ -39,14 +39,14 @@ class WeightCache:
         nothing may be held."""
         if self.open == 0 or torch.compiler.is_compiling() or w.is_inference():
             return None  # an inference tensor counts no versions
-        if not isinstance(w, nn.Parameter):
-            return None  # computed anew for each forward (a parametrization): it would only pile up
         # What is held was written on one stream, in one capture or in none; elsewhere its
         # contents may not be there yet (or, after a capture, not before the replay).
         key = (w._version, w.data_ptr(), w.dtype, recipe.fprop.b, *_stream_and_capture(w))
         found = self._held.get(id(w))
         if found is not None and found[0] is w and found[1] == key:
             return found[3]
+        if not isinstance(w, nn.Parameter):
+            return None  # computed anew for each forward (a parametrization): it would only pile up
         with torch.inference_mode(False), torch.no_grad():
             # The alias keeps the address from being given to other memory while the key names it.
             alias = w.detach()
@@ -80,8 +80,8 @@ def reuse_weights(model: nn.Module) -> Iterator[nn.Module]:
     left, an optimizer steps, or the weight's version changes (any in-place operation). Writes
     that PyTorch does not count, those through `.data`, are not seen: leave the context first.
     A weight that is computed at each forward (a parametrization) is not held. Code under
-    torch.compile and modules that are called from several streams quantize as outside
-    the context (again for each stream); a capture holds its own copies.
+    torch.compile and modules that are called from several streams quantize as outside the context
+    (again for each stream); a capture holds its own copies.
     """
     from .modules import Linear
 

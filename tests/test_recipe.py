@@ -1,0 +1,115 @@
+"""Decides that a recipe says what it says: defaults, validation, names, value semantics."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+
+import narrowfloat as nf
+from narrowfloat import recipe as recipes
+
+
+def test_defaults() -> None:
+    recipe = nf.Recipe()
+    assert recipe.name == str(recipe) == "fp8"
+    assert recipe.fprop == nf.Gemm("e4m3", "e4m3", "exact") == nf.Gemm()
+    assert recipe.dgrad == recipe.wgrad == nf.Gemm("e5m2", "e4m3", "exact")
+    for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad):
+        assert not gemm.fast
+    assert nf.Gemm(accumulate="fast").fast
+
+
+def test_codes_are_what_the_operators_are_told() -> None:
+    assert nf.Recipe().forward_codes == (0, 0, False)
+    assert nf.Recipe().backward_codes == (1, 0, False, False)
+    other = nf.Recipe(
+        "other",
+        nf.Gemm("e5m2", "e4m3", "fast"),
+        nf.Gemm("e4m3", "e4m3", "exact"),
+        nf.Gemm("e4m3", "e5m2", "fast"),
+    )
+    assert other.forward_codes == (1, 0, True)
+    assert other.backward_codes == (0, 0, False, True)
+
+
+def test_names() -> None:
+    assert nf.RECIPES["fp8"] == nf.Recipe()
+    assert all(name == recipe.name for name, recipe in nf.RECIPES.items())
+    assert recipes.get("fp8") is nf.RECIPES["fp8"]
+    mine = nf.Recipe("mine")
+    assert recipes.get(mine) is mine
+
+
+@pytest.mark.parametrize("wrong", ["fp4", "FP8", "", None, 8, [], {"fp8": 1}, nf.Gemm()])
+def test_what_is_no_recipe_is_refused_with_the_names(wrong: object) -> None:
+    with pytest.raises(ValueError, match="expected a Recipe or a name out of .*'fp8'") as e:
+        recipes.get(wrong)  # type: ignore[arg-type]
+    assert repr(wrong) in str(e.value)
+
+
+def test_frozen() -> None:
+    recipe = nf.Recipe()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.name = "mine"  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.fprop.a = "e5m2"  # type: ignore[misc]
+
+
+def test_value_semantics() -> None:
+    fast = nf.Recipe(fprop=nf.Gemm(accumulate="fast"))
+    assert nf.Recipe() == nf.Recipe() and hash(nf.Recipe()) == hash(nf.Recipe())
+    assert len({nf.Recipe(), nf.Recipe(), nf.Recipe("mine"), fast}) == 3
+    replaced = dataclasses.replace(nf.Recipe(), fprop=nf.Gemm(accumulate="fast"))
+    assert replaced == fast and replaced.forward_codes == (0, 0, True)
+    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert twin == fast and hash(twin) == hash(fast)
+        assert twin.forward_codes == fast.forward_codes
+        assert twin.backward_codes == fast.backward_codes
+    assert eval(repr(fast), vars(nf)) == fast
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("e4m4",), "e4m4"),
+        (("e4m3", "bf16"), "bf16"),
+        ((None,), "None"),
+        (("e4m3", "e4m3", "slow"), "slow"),
+        (("e4m3", "e4m3", True), "True"),
+        (("e5m2", "e5m2"), "at most one e5m2"),
+    ],
+)
+def test_gemm_refused(arguments: tuple[object, ...], words: str) -> None:
+    with pytest.raises(ValueError, match="^Gemm: expected") as e:
+        nf.Gemm(*arguments)  # type: ignore[arg-type]
+    assert words in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "operand"),
+    [
+        ({"fprop": nf.Gemm("e5m2", "e4m3")}, "x "),
+        ({"wgrad": nf.Gemm("e4m3", "e5m2"), "dgrad": nf.Gemm("e4m3", "e4m3")}, "x "),
+        ({"fprop": nf.Gemm("e4m3", "e5m2")}, "w "),
+        ({"dgrad": nf.Gemm("e4m3", "e5m2"), "wgrad": nf.Gemm("e4m3", "e4m3")}, "w "),
+        ({"dgrad": nf.Gemm("e4m3", "e4m3")}, "dy "),
+        ({"wgrad": nf.Gemm("e4m3", "e4m3")}, "dy "),
+    ],
+)
+def test_one_format_an_operand(changed: dict[str, nf.Gemm], operand: str) -> None:
+    with pytest.raises(ValueError, match=f"^Recipe: expected one format for {operand}"):
+        nf.Recipe(**changed)
+
+
+def test_recipe_is_taken_everywhere() -> None:
+    mine = nf.Recipe("mine")
+    assert nf.Linear(16, 16, recipe=mine).recipe is mine
+    assert nf.FP8Linear(16, 16, recipe=mine).recipe is mine
+    assert nf.supported(mine, "cpu")
+    with pytest.raises(ValueError, match="expected a Recipe or a name"):
+        nf.Linear(16, 16, recipe="fp4")
+    with pytest.raises(ValueError, match="expected a Recipe or a name"):
+        nf.supported("fp4")

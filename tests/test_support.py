@@ -1,0 +1,169 @@
+"""Decides that the right devices are taken and the others refused with reasons; and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import narrowfloat as nf
+from narrowfloat import support
+
+Cards = Callable[..., None]
+FP8 = nf.RECIPES["fp8"]
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cards]:
+    """cards((9, 0), (8, 0)): pretends that CUDA devices of these capabilities are here."""
+    known = set(support.ready)
+
+    def pretend(*capabilities: tuple[int, int]) -> None:
+        monkeypatch.setattr(support._binary, "problem", None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
+        support.ready.clear()
+        support.ready.update({torch.device("cpu"), torch.device("meta")})
+
+    yield pretend
+    support.ready.clear()
+    support.ready.update(known)
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
+def test_native(cards: Cards, capability: tuple[int, int]) -> None:
+    cards(capability)
+    for device in (None, 0, "cuda", "cuda:0", torch.device("cuda", 0)):
+        answer = nf.supported("fp8", device)
+        assert answer and answer.ok and answer.how == "native"
+        assert "cuBLASLt" in answer.reason
+        ran = "run on an H200" if capability == (9, 0) else "not run on hardware"
+        assert answer.reason.endswith("; " + ran)
+    support.require(FP8, torch.device("cuda", 0))
+    assert torch.device("cuda", 0) in support.ready
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (7, 5), (11, 0), (6, 1)])
+def test_refused_with_the_sm_and_the_list(cards: Cards, capability: tuple[int, int]) -> None:
+    cards(capability)
+    answer = nf.supported("fp8", "cuda")
+    assert not answer and not answer.ok and answer.how == "no"
+    assert f"cuda:0 is sm_{capability[0]}{capability[1]}" in answer.reason
+    for row in support.ARCHITECTURES:
+        assert row.sm in answer.reason
+    with pytest.raises(NotImplementedError, match="recipe fp8, got cuda:0") as e:
+        support.require(FP8, torch.device("cuda", 0))
+    assert answer.reason in str(e.value)
+    assert torch.device("cuda", 0) not in support.ready
+
+
+def test_each_device_decides_for_itself(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards((8, 0), (9, 0))
+    assert not nf.supported("fp8", 0) and nf.supported("fp8", 1)
+    assert not nf.supported("fp8", "cuda")  # the current one
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert nf.supported("fp8", "cuda") and nf.supported("fp8")
+    support.require(FP8, torch.device("cuda", 1))
+    with pytest.raises(NotImplementedError, match="cuda:0 is sm_80"):
+        support.require(FP8, torch.device("cuda", 0))
+    absent = nf.supported("fp8", 2)
+    assert not absent and "no cuda:2" in absent.reason and "2 CUDA" in absent.reason
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps", "xla"])
+def test_other_kinds_of_device(kind: str) -> None:
+    answer = nf.supported("fp8", kind)
+    assert not answer and answer.how == "no"
+    assert answer.reason == f"{kind} devices have no kernels here (cuda, cpu)"
+    with pytest.raises(NotImplementedError, match=f"got {kind}.*have no kernels"):
+        support.require(FP8, torch.device(kind))
+
+
+def test_cpu_and_meta(cards: Cards) -> None:
+    cards()
+    for device in ("cpu", "meta"):
+        answer = nf.supported("fp8", device)
+        assert answer and answer.how == "reference"
+        support.require(FP8, torch.device(device))
+    assert nf.supported("fp8") == nf.supported("fp8", "cpu") == nf.supported(FP8)
+
+
+def test_without_a_binary(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards((9, 0))
+    monkeypatch.setattr(support._binary, "problem", "narrowfloat._C: the reason (the cure)")
+    answer = nf.supported("fp8", "cuda")
+    assert not answer and answer.reason == "narrowfloat._C: the reason (the cure)"
+    with pytest.raises(NotImplementedError, match=r"the reason \(the cure\)"):
+        support.require(FP8, torch.device("cuda", 0))
+    assert nf.supported("fp8", "cpu")
+
+
+def test_no_cuda_device(cards: Cards) -> None:
+    cards()
+    answer = nf.supported("fp8", "cuda")
+    assert not answer and "python -m narrowfloat" in answer.reason
+
+
+def test_a_device_is_asked_once(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards((9, 0))
+    asked: list[int] = []
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda i: asked.append(i) or (9, 0)
+    )
+    for _ in range(3):
+        support.require(FP8, torch.device("cuda", 0))
+    assert asked == [0]
+
+
+@pytest.mark.parametrize(
+    ("archs", "runs", "fails"),
+    [
+        (
+            "sm_89 sm_90a sm_100f sm_120f compute_120",
+            [(8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1), (13, 0)],
+            [(8, 0), (8, 6), (11, 0)],
+        ),
+        ("sm_90a", [(9, 0)], [(8, 9), (10, 0)]),
+        ("sm_100a sm_120a", [(10, 0), (12, 0)], [(10, 3), (12, 1)]),
+        ("sm_90 compute_90", [(9, 0), (10, 0), (12, 1)], [(8, 9)]),
+        ("sm_120", [(12, 0), (12, 1)], [(10, 0)]),
+        ("compute_90a", [(9, 0)], [(10, 0)]),
+        ("", [], [(9, 0)]),
+    ],
+)
+def test_compiled_for(
+    archs: str, runs: list[tuple[int, int]], fails: list[tuple[int, int]]
+) -> None:
+    assert all(support.compiled_for(archs, c) for c in runs)
+    assert not any(support.compiled_for(archs, c) for c in fails)
+
+
+# ---- the table ----
+
+
+def test_table_has_every_recipe_and_architecture() -> None:
+    lines = support.support_table().splitlines()
+    assert len({line.count("|") for line in lines}) == 1  # as many cells everywhere
+    assert lines[1] == "| --- | --- | --- | --- | --- |"
+    for name in nf.RECIPES:
+        for row in support.ARCHITECTURES:
+            mine = [x for x in lines if x.startswith(f"| {name} | {row.sm} |")]
+            assert len(mine) == 1
+            assert row.chips in mine[0] and "native" in mine[0] and mine[0].endswith(f"{row.ran} |")
+        assert any(x.startswith(f"| {name} | CPU | | reference") for x in lines)
+    assert len(lines) == 2 + len(nf.RECIPES) * (len(support.ARCHITECTURES) + 2)
+
+
+def test_readme_holds_the_table() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    start, end = "<!-- support table -->", "<!-- /support table -->"
+    assert text.count(start) == text.count(end) == 1
+    table = text.split(start)[1].split(end)[0].strip()
+    assert table == support.support_table(), (
+        "README's support table is not the one of support.py; paste this between its markers:\n"
+        + support.support_table()
+    )
