@@ -87,7 +87,8 @@ struct Key {
   int64_t m, n, k, lda, ldb, ldd;
   int32_t a_format, b_format, d_type;
   uint32_t a_align, b_align, d_align;
-  int32_t has_bias, fast, accumulate, unused;  // no padding bytes: keys compare as bytes
+  uint32_t bias_align;               // 0 without one
+  int32_t fast, accumulate, unused;  // no padding bytes: keys compare as bytes
 
   bool operator==(const Key& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
 };
@@ -218,7 +219,7 @@ class Context {
                   alignment(p.b.q),
                   alignment(p.a.q),
                   alignment(p.d),
-                  p.bias != nullptr,
+                  p.bias ? alignment(p.bias) : 0,
                   p.fast,
                   p.accumulate,
                   0};
@@ -228,6 +229,9 @@ class Context {
       return *found->second;
     }
     g_misses.fetch_add(1, std::memory_order_relaxed);
+    // Token counts that never repeat would fill it without end; a plan is made anew in 0.2 ms.
+    constexpr size_t kMostPlans = 4096;
+    if (plans_.size() >= kMostPlans) plans_.clear();
     return *plans_.emplace(key, make(p, device, stream)).first->second;
   }
 

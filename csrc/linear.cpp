@@ -11,13 +11,14 @@ namespace {
 // x's scale, then w's.
 constexpr int64_t kScales = 2 * kScale, kWScale = kScale;
 
-float* scales_of(const Tensor& scales, int64_t least, const char* op, const char* name) {
+float* scales_of(const Tensor& scales, int64_t least, const Tensor& as, const char* op,
+                 const char* name) {
+  check_same_device(scales, as, op, name);
   NF_CHECK(scales.numel() >= least && scales.is_contiguous() &&
                scales.scalar_type() == ScalarType::Float &&
                reinterpret_cast<uintptr_t>(scales.data_ptr()) % 16 == 0,
            op, ": expected ", name, " as float32 [", least,
-           "] at an address that is a multiple of "
-           "16, as narrowfloat's operators return it");
+           "] at an address that is a multiple of 16, as narrowfloat's operators return it");
   return static_cast<float*>(scales.data_ptr());
 }
 
@@ -38,7 +39,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_forward(const Tensor& x, const Tensor&
                                                   std::optional<Tensor> w_scale, int64_t x_format,
                                                   int64_t w_format, bool fast, bool save_x) {
   constexpr const char* op = "linear";
-  NF_CHECK(x.is_cuda(), op, ": expected w on cpu as x is, got cuda (move one of them)");
+  NF_CHECK(x.is_cuda(), op, ": expected ", w.is_cuda() ? "w" : "bias",
+           " on cpu as x is, got cuda (move one of them)");
   const Launch on(x, op, "x");
   check_same_device(w, x, op, "w");
   NF_CHECK(w.dim() == 2, op, ": expected w [N,K], got ", w.dim(), " dimensions ", shape_of(w));
@@ -75,7 +77,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_forward(const Tensor& x, const Tensor&
   const int64_t w_first = reused ? 0 : scratch.add(padded(n) * padded(k));
   Operand a{kInScratch, m, padded(k), x_element, x_scale};
   Operand b{kInScratch, n, padded(k), w_element, x_scale + kWScale};
-  if (reused) b.q = w_rows->data_ptr(), b.scale = scales_of(*w_scale, kScale, op, "w_scale");
+  if (reused) b.q = w_rows->data_ptr(), b.scale = scales_of(*w_scale, kScale, x, op, "w_scale");
   const int64_t workspace = scratch.add(product.workspace(a, b, y.data_ptr(), on));
   QuantizeJob jobs[kMaxJobs];
   int count = 0;
@@ -119,7 +121,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
     check_same_device(*x_columns, dy, op, "x_columns");
     x_element = element_of(*x_columns, op, "x_columns");
     check_codes(*x_columns, k, m, x_element, op, "x_columns");
-    x_scale = scales_of(*scales, kScale, op, "scales");
+    x_scale = scales_of(*scales, kScale, dy, op, "scales");
   }
   std::optional<Matrix> wm;
   if (need_dx && held) {
@@ -158,7 +160,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
     dgrad = Product(m, k, n, dym.type, fast_dgrad, scratch);
     if (held) {
       dgrad_b.q = w_columns->data_ptr();
-      dgrad_b.scale = scales_of(*w_scale, kScale, op, "w_scale");
+      dgrad_b.scale = scales_of(*w_scale, kScale, dy, op, "w_scale");
     }
     workspace_bytes = dgrad.workspace(dgrad_a, dgrad_b, dx.data_ptr(), on);
   }
@@ -189,7 +191,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
   if (wm) {
     dgrad_b.q = jobs[1].q_columns = scratch.at(w_first);
     jobs[1].scale =
-        w_measured ? scales_of(*scales, kScales, op, "scales") + kWScale : dy_scale + kWScale;
+        w_measured ? scales_of(*scales, kScales, dy, op, "scales") + kWScale : dy_scale + kWScale;
     dgrad_b.scale = jobs[1].scale;
   }
   dgrad_a.scale = wgrad_a.scale = dy_scale;

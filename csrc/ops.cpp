@@ -106,8 +106,12 @@ namespace {
 
 [[noreturn]] void throw_out_of_memory(int64_t bytes, int device) {
   size_t free = 0, total = 0;
-  cudaMemGetInfo(&free, &total);
+  const cudaError_t status = cudaMemGetInfo(&free, &total);
   cudaGetLastError();
+  if (status != cudaSuccess && status != cudaErrorMemoryAllocation) {  // an earlier fault's
+    throw std::runtime_error(message("narrowfloat: allocating ", bytes, " bytes on cuda:", device,
+                                     " failed: ", cudaGetErrorString(status)));
+  }
   pybind11::gil_scoped_acquire gil;
   const pybind11::object type = pybind11::module_::import("torch").attr("OutOfMemoryError");
   const std::string text =
@@ -315,12 +319,13 @@ Tensor scaled_mm_op(const Tensor& a, const Tensor& b, const Tensor& a_scale, con
   Product product(m, n, a.size(1), d_type, fast, scratch);
   if (bias) {
     check_same_device(*bias, a, op, "bias");
-    NF_CHECK(bias->dim() == 1 && bias->size(0) == n && bias->is_contiguous(), op,
-             ": expected bias [", n, "], contiguous, got ", shape_of(*bias));
+    NF_CHECK(bias->dim() == 1 && bias->size(0) == n, op, ": expected bias [", n, "], got ",
+             shape_of(*bias));
+    if (!bias->is_contiguous()) bias = torch::stable::contiguous(*bias);
     product.plan_bias(bias->data_ptr(), real_of(bias->scalar_type(), op, "bias"), scratch);
   }
   const Prepared a_ready(a, a_scale, false, op, "a", scratch);
-  const Prepared b_ready(b, b_scale, n * size_of(d_type) % 16 != 0, op, "b", scratch);
+  const Prepared b_ready(b, b_scale, n % 8 != 0, op, "b", scratch);
   const int64_t workspace =
       scratch.add(product.workspace(a_ready.planned(), b_ready.planned(), d.data_ptr(), on));
   scratch.allocate(on.device);
@@ -342,8 +347,8 @@ void scaled_mm_accumulate_op(Tensor out, const Tensor& a, const Tensor& b, const
            n, "] for a [M,K] and b [N,K], got ", shape_of(out));
   p.d = out.data_ptr();
   p.ldd = m <= 1 ? n : out.stride(0);
-  NF_CHECK((n <= 1 || out.stride(1) == 1) && p.ldd * size_of(p.d_type) % 16 == 0 && n % 8 == 0 &&
-               reinterpret_cast<uintptr_t>(p.d) % 16 == 0,
+  NF_CHECK((n <= 1 || out.stride(1) == 1) && p.ldd >= n && p.ldd * size_of(p.d_type) % 16 == 0 &&
+               n % 8 == 0 && reinterpret_cast<uintptr_t>(p.d) % 16 == 0,
            op,
            ": expected out row-major with rows on 16-byte boundaries and a multiple of 8 "
            "columns, got ",

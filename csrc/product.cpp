@@ -36,7 +36,7 @@ Matmul Product::problem(const Operand& a, const Operand& b, void* d, const void*
 
 int64_t Product::workspace(const Operand& a, const Operand& b, void* d, const Launch& on) const {
   if (nothing()) return 0;
-  const void* bias = bias_apart_ ? nullptr : bias_;
+  const void* bias = bias_apart_ ? nullptr : bias_converted_ ? kInScratch : bias_;
   return workspace_for(problem(a, b, ragged() ? kInScratch : d, bias), on.device, on.stream);
 }
 

@@ -85,6 +85,7 @@ def cards(monkeypatch):
 
     def pretend(*capabilities: tuple[int, int]) -> None:
         monkeypatch.setattr(support._binary, "problem", None)
+        monkeypatch.setattr(support._binary, "module", None)  # as if compiled for every chip
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cards]:
 
     def pretend(*capabilities: tuple[int, int]) -> None:
         monkeypatch.setattr(support._binary, "problem", None)
+        monkeypatch.setattr(support._binary, "module", None)  # as if compiled for every chip
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -111,9 +113,7 @@ def test_no_cuda_device(cards: Cards) -> None:
 def test_a_device_is_asked_once(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
     cards((9, 0))
     asked: list[int] = []
-    monkeypatch.setattr(
-        torch.cuda, "get_device_capability", lambda i: asked.append(i) or (9, 0)
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: asked.append(i) or (9, 0))
     for _ in range(3):
         support.require(FP8, torch.device("cuda", 0))
     assert asked == [0]
@@ -167,3 +167,12 @@ def test_readme_holds_the_table() -> None:
         "README's support table is not the one of support.py; paste this between its markers:\n"
         + support.support_table()
     )
+
+
+def test_a_binary_without_code_for_the_chip(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards((12, 0), (9, 0))
+    narrow = types.SimpleNamespace(archs=lambda: "sm_90a")
+    monkeypatch.setattr(support._binary, "module", narrow)
+    refused = nf.supported("fp8", 0)
+    assert not refused and "sm_90a" in refused.reason and "sm_120" in refused.reason
+    assert nf.supported("fp8", 1)

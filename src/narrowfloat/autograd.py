@@ -85,12 +85,17 @@ def linear(
     """
     if type(recipe) is not Recipe:
         recipe = recipes.get(recipe)
-    if x.device not in support.ready:
+    if getattr(x, "device", None) not in support.ready:
+        check_quantizable(x, "linear")
         support.require(recipe, x.device)
     kind = "cuda" if x.is_cuda else "cpu"
     if torch.is_autocast_enabled(kind) and x.is_floating_point():
         x = x.to(torch.get_autocast_dtype(kind))
-    return LinearFunction.apply(x, w, bias, recipe, held)
+    if torch.is_grad_enabled():
+        return LinearFunction.apply(x, w, bias, recipe, held)
+    # A Function would not know that nothing is to be saved.
+    w_rows, _, w_scale = (None, None, None) if held is None else held
+    return ops.linear_forward(x, w, bias, w_rows, w_scale, *recipe.forward_codes, False)[0]
 
 
 def matmul(a: Tensor, b: Tensor, recipe: str | Recipe = "fp8") -> Tensor:

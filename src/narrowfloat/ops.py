@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import formats, reference
+from . import _binary, formats, recipe, reference, support
 from .formats import BY_CODE, HIGH_PRECISION, padded
 from .reference import SCALE, check_linear, check_quantizable
 
@@ -44,6 +44,15 @@ _SCHEMAS = {
 for _kernel, _schema in _SCHEMAS.items():
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     _library.impl(_kernel.__name__, _kernel, "CPU")
+
+
+def _no_binary(*_: object) -> None:
+    raise NotImplementedError(_binary.problem)
+
+
+if _binary.problem is not None:  # a CUDA tensor gets the reason, in compiled code too
+    for _kernel in _SCHEMAS:
+        _library.impl(_kernel.__name__, _no_binary, "CUDA")
 
 _ops = torch.ops.narrowfloat
 quantize_op = _ops.quantize.default
@@ -169,6 +178,7 @@ def quantize(x: Tensor, format: str = "e4m3") -> QuantizedTensor:
     """
     check_quantizable(x, "quantize")
     fmt = formats.get(format)
+    support.require(recipe.RECIPES["fp8"], x.device)
     rows, _, scale = quantize_op(x.detach(), fmt.code, True, False)
     m, k = _rows_of(x), x.shape[-1]
     data = rows[:m, :k]
@@ -195,7 +205,7 @@ def scaled_mm(
     b_scale: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    fast: bool = True,
+    fast: bool = False,
     who: str = "scaled_mm",
 ) -> Tensor:
     """d [M,N] = a_scale b_scale (a [M,K] b [N,K]^T) + bias [N]; a, b FP8, scales fp32 of one
@@ -239,4 +249,5 @@ def scaled_mm(
             f"{who}: expected bias [{n}] in float32, bfloat16 or float16, got "
             f"{tuple(bias.shape)} in {bias.dtype}"
         )
+    support.require(recipe.RECIPES["fp8"], a.device)
     return scaled_mm_op(a, b, a_scale, b_scale, bias, out_dtype, fast)

@@ -118,6 +118,13 @@ def supported(
             f"recipe {recipe} needs FP8 tensor cores ({have}); cuda:{index} is "
             f"sm_{capability[0]}{capability[1]}",
         )
+    if _binary.module is not None and not compiled_for(_binary.module.archs(), capability):
+        return Support(
+            False,
+            "no",
+            f"the binary has code for {_binary.module.archs()}, not for sm_{capability[0]}"
+            f"{capability[1]} of cuda:{index} (build it without NARROWFLOAT_CUDA_ARCHS)",
+        )
     return Support(True, "native", f"FP8 tensor cores of {row.chips} through cuBLASLt; {row.ran}")
 
 

@@ -1,0 +1,454 @@
+"""Decides that reuse_weights() quantizes each weight once, gives the bits of a run without it, and
+never reuses what no longer holds."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import assert_same_bits
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
+
+import narrowfloat as nf
+from narrowfloat import ops, reuse
+
+
+@pytest.fixture
+def quantized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the tensors that were quantized ahead of a product: what reuse_weights() does,
+    since outside it the weight is quantized inside linear_forward."""
+    shapes: list[tuple[int, ...]] = []
+    operator = ops.quantize_op
+
+    def counting(x: Tensor, *arguments: object) -> tuple[Tensor, Tensor, Tensor]:
+        shapes.append(tuple(x.shape))
+        return operator(x, *arguments)
+
+    monkeypatch.setattr(reuse.ops, "quantize_op", counting)
+    return shapes
+
+
+def model_on(device: str, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nf.FP8Linear(32, 48), nn.ReLU(), nf.FP8Linear(48, 32, bias=False), nn.ReLU()
+    ).to(device, dtype)
+
+
+def batch(device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(24, 32, device=device).to(dtype)
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """[y, dx, every dw and db]; leaves no gradients behind."""
+    leaf = x.detach().requires_grad_()
+    y = model(leaf)
+    (y.float() ** 2).mean().backward()
+    found = [y.detach(), leaf.grad, *[p.grad for p in model.parameters() if p.requires_grad]]
+    model.zero_grad(set_to_none=True)
+    assert all(t is not None for t in found)
+    return found
+
+
+def assert_all_same(a: list[Tensor], b: list[Tensor]) -> None:
+    for one, other in zip(a, b, strict=True):
+        assert_same_bits(one, other)
+
+
+def caches(model: nn.Module) -> set[object]:
+    return {m.weight_cache for m in model.modules() if isinstance(m, nf.Linear)}
+
+
+# ---- once, and the same bits ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_once_a_weight_and_the_same_bits(device, dtype, quantized):
+    model, batches = model_on(device, dtype), [batch(device, dtype) for _ in range(3)]
+    outside = [step(model, x) for x in batches]
+    assert quantized == []
+    with nf.reuse_weights(model) as same:
+        assert same is model
+        inside = [step(model, x) for x in batches]
+    assert quantized == [(48, 32), (32, 48)]
+    for a, b in zip(inside, outside, strict=True):
+        assert_all_same(a, b)
+    assert caches(model) == {None}
+    assert_all_same(step(model, batches[0]), outside[0])
+    assert len(quantized) == 2
+
+
+def test_accumulated_gradients_are_the_same(device, quantized):
+    model, batches = model_on(device), [batch(device) for _ in range(4)]
+
+    def accumulate() -> list[Tensor]:
+        for x in batches:
+            model(x).square().mean().backward()
+        found = [p.grad for p in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        return found
+
+    outside = accumulate()
+    with nf.reuse_weights(model):
+        assert_all_same(accumulate(), outside)
+    assert len(quantized) == 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_forward_without_gradients_first(device, mode, quantized):
+    """What is held from it serves the training that follows."""
+    model, x = model_on(device), batch(device)
+    outside = step(model, x)
+    with nf.reuse_weights(model):
+        with mode():
+            y = model(x)
+        assert_all_same(step(model, x), outside)
+    assert_same_bits(y, outside[0])
+    assert len(quantized) == 2
+
+
+def test_frozen_weights(device, quantized):
+    model, x = model_on(device), batch(device)
+    model[0].weight.requires_grad_(False)
+    outside = step(model, x)
+    with nf.reuse_weights(model):
+        for _ in range(2):
+            assert_all_same(step(model, x), outside)
+    assert len(quantized) == 2
+
+
+def test_autocast(device, quantized):
+    model, x = model_on(device), batch(device)
+    with torch.autocast(device, torch.bfloat16):
+        outside = step(model, x)
+        with nf.reuse_weights(model):
+            for _ in range(2):
+                assert_all_same(step(model, x), outside)
+    assert outside[0].dtype == torch.bfloat16 and len(quantized) == 2
+
+
+def test_a_recipe_with_other_formats(device, quantized):
+    mine = nf.Recipe(
+        "mine", nf.Gemm("e4m3", "e5m2"), nf.Gemm("e4m3", "e5m2"), nf.Gemm("e4m3", "e4m3")
+    )
+    model, x = nf.Linear(32, 32, recipe=mine, device=device), batch(device)
+    outside = step(model, x)
+    with nf.reuse_weights(model):
+        for _ in range(2):
+            assert_all_same(step(model, x), outside)
+        model.recipe = nf.RECIPES["fp8"]  # another format of w: what is held does not fit
+        fp8 = step(model, x)
+    assert_all_same(fp8, step(model, x))
+    assert len(quantized) == 2
+
+
+def test_tied_weights_are_quantized_once(device, quantized):
+    model = nn.Sequential(nf.FP8Linear(32, 32), nf.FP8Linear(32, 32)).to(device)
+    model[1].weight = model[0].weight
+    x = batch(device)
+    outside = step(model, x)
+    with nf.reuse_weights(model):
+        for _ in range(2):
+            assert_all_same(step(model, x), outside)
+    assert quantized == [(32, 32)]
+
+
+# ---- what drops ----
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+
+
+def adamw_fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+
+class ThroughData(torch.optim.Optimizer):
+    """Writes so that PyTorch counts no version: only the step itself can be noticed."""
+
+    def __init__(self, parameters: object) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(0.5 * p.grad.data)
+
+
+def through_data(model: nn.Module) -> torch.optim.Optimizer:
+    return ThroughData(model.parameters())
+
+
+@pytest.mark.parametrize("make", [sgd, adamw, adamw_fused, through_data])
+def test_an_optimizer_step_drops(device, make, quantized):
+    model, x = model_on(device), batch(device)
+    optimizer = make(model)
+    with nf.reuse_weights(model):
+        for round in range(1, 4):
+            for _ in range(2):
+                inside = step(model, x)
+            assert len(quantized) == 2 * round
+            assert_all_same(inside, step(copy.deepcopy(model), x))
+            model(x).square().mean().backward()
+            optimizer.step()
+            model.zero_grad(set_to_none=True)
+            assert model[0].weight_cache._held == {}  # freed at once, not at the next forward
+    assert_all_same(step(model, x), step(copy.deepcopy(model), x))
+
+
+def by_add(model: nn.Module) -> None:
+    model[0].weight.add_(0.25)
+
+
+def by_a_view(model: nn.Module) -> None:
+    model[0].weight.view(-1)[3:5].mul_(9)
+
+
+def by_foreach(model: nn.Module) -> None:
+    torch._foreach_mul_([model[0].weight], 1.5)
+
+
+def by_state(model: nn.Module) -> None:
+    model[0].load_state_dict({n: t * 2 for n, t in model[0].state_dict().items()})
+
+
+def by_assigned_state(model: nn.Module) -> None:
+    state = {n: nn.Parameter(t * 2) for n, t in model[0].state_dict().items()}
+    model[0].load_state_dict(state, assign=True)
+
+
+def by_a_new_parameter(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(model[0].weight * 2)
+
+
+def by_new_data(model: nn.Module) -> None:
+    model[0].weight.data = model[0].weight * 2
+
+
+CHANGES = [by_add, by_a_view, by_foreach, by_state, by_assigned_state, by_a_new_parameter]
+CHANGES += [by_new_data]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_a_changed_weight_is_quantized_anew(device, change, quantized):
+    model, x = model_on(device), batch(device)
+    with nf.reuse_weights(model):
+        before = step(model, x)
+        with torch.no_grad():
+            change(model)
+        inside = [step(model, x), step(model, x)]
+        assert quantized == [(48, 32), (32, 48), (48, 32)]  # the other layer's is still held
+    outside = step(model, x)
+    assert not torch.equal(outside[0], before[0])
+    for each in inside:
+        assert_all_same(each, outside)
+
+
+def test_a_graph_goes_on_with_the_weight_it_saw(device):
+    """Backward after the weight changed and was quantized anew: the old weight's gradients."""
+    made = nf.FP8Linear(32, 48, device=device)
+    x = batch(device).requires_grad_()
+    g = torch.randn(24, 48, device=device)
+    old = torch.autograd.grad(made(x), [x, made.weight, made.bias], g)
+    with nf.reuse_weights(made):
+        y = made(x)
+        with torch.no_grad():
+            made.weight.mul_(-3)
+        new = torch.autograd.grad(made(x), [x, made.weight, made.bias], g)
+        got = torch.autograd.grad(y, [x, made.weight, made.bias], g, retain_graph=True)
+        again = torch.autograd.grad(y, [x, made.weight, made.bias], g)
+    assert_all_same(list(got), list(old))
+    assert_all_same(list(again), list(old))
+    assert not torch.equal(new[0], old[0])
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_backward_after_the_context_was_left(device, changed):
+    made = nf.FP8Linear(32, 48, device=device)
+    x = batch(device).requires_grad_()
+    g = torch.randn(24, 48, device=device)
+    right = torch.autograd.grad(made(x), [x, made.weight, made.bias], g)
+    with nf.reuse_weights(made):
+        y = made(x)
+    if changed:
+        with torch.no_grad():
+            made.weight.zero_()
+    for _ in range(4):  # what is handed out now must not be what the graph reads
+        torch.full((64, 64), 0xFF, dtype=torch.uint8, device=device)
+    assert_all_same(list(torch.autograd.grad(y, [x, made.weight, made.bias], g)), list(right))
+
+
+# ---- the context ----
+
+
+def test_nested(device, quantized):
+    """An inner context, of the model or a part, shares and does not end the outer one."""
+    model, x = model_on(device), batch(device)
+    with nf.reuse_weights(model):
+        model(x)
+        for inner in (model, model[0]):
+            with nf.reuse_weights(inner):
+                model(x)
+            model(x)
+        assert len(quantized) == 2
+        assert len(caches(model)) == 1 and None not in caches(model)
+    assert caches(model) == {None}
+    with nf.reuse_weights(model[0]):
+        model(x)
+        with nf.reuse_weights(model):
+            model(x)
+            model(x)
+        assert len(quantized) == 4
+        assert model[0].weight_cache is not None and model[2].weight_cache is None
+    assert caches(model) == {None}
+
+
+def test_left_in_another_order(device):
+    model, x = model_on(device), batch(device)
+    outside = step(model, x)
+    first, second = nf.reuse_weights(model), nf.reuse_weights(model)
+    first.__enter__()
+    second.__enter__()
+    model(x)
+    first.__exit__(None, None, None)
+    assert_all_same(step(model, x), outside)
+    second.__exit__(None, None, None)
+    assert caches(model) == {None}
+    assert_all_same(step(model, x), outside)
+
+
+def test_an_exception_leaves_nothing(device, quantized):
+    model, x = model_on(device), batch(device)
+    before = len(hooks)
+    with pytest.raises(KeyError), nf.reuse_weights(model):
+        model(x)
+        cache = model[0].weight_cache
+        raise KeyError
+    assert caches(model) == {None} and len(hooks) == before
+    assert cache.open == 0 and cache._held == {}
+    with nf.reuse_weights(model):
+        model(x)
+    assert len(quantized) == 4 and len(hooks) == before
+
+
+def test_two_models(device, quantized):
+    one, two, x = model_on(device), model_on(device), batch(device)
+    with torch.no_grad():
+        two[0].weight.add_(1)
+    outside = [step(one, x), step(two, x)]
+    with nf.reuse_weights(one), nf.reuse_weights(two):
+        for _ in range(2):
+            assert_all_same(step(one, x), outside[0])
+            assert_all_same(step(two, x), outside[1])
+        assert len(quantized) == 4
+        assert not caches(one) & caches(two)
+    with nf.reuse_weights(one):  # only the one it was entered for
+        step(two, x)
+        assert len(quantized) == 4
+
+
+def test_a_model_without_layers_of_ours():
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+    before = len(hooks)
+    with pytest.raises(ValueError, match="got Sequential without any.*narrowfloat.convert"):
+        with nf.reuse_weights(model):
+            pass
+    assert len(hooks) == before
+    nf.convert(model)
+    with nf.reuse_weights(model):
+        pass
+
+
+def test_copies_and_pickles_carry_nothing(device, quantized):
+    model, x = model_on(device), batch(device)
+    with nf.reuse_weights(model):
+        inside = step(model, x)
+        size = len(pickle.dumps(model))
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twins = [
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            torch.load(file, weights_only=False),
+            copy.deepcopy(nn.ModuleDict({"inner": model}))["inner"],
+        ]
+        for twin in twins:
+            assert caches(twin) == {None}
+            with torch.no_grad():
+                twin[0].weight.neg_()
+                twin[0].weight.neg_()
+            assert_all_same(step(twin, x), inside)
+        assert len(quantized) == 2
+        cache = copy.deepcopy(model[0].weight_cache)
+        assert cache._held == {} and cache.open == 0
+        assert pickle.loads(pickle.dumps(model[0].weight_cache))._held == {}
+    assert size == len(pickle.dumps(model))
+    # a twin made inside may be given a context of its own
+    with nf.reuse_weights(twins[0]):
+        assert_all_same(step(twins[0], x), inside)
+
+
+def test_state_dict_carries_nothing(device):
+    model, x = model_on(device), batch(device)
+    names = list(model.state_dict())
+    with nf.reuse_weights(model):
+        model(x)
+        assert list(model.state_dict()) == names
+        assert list(dict(model.named_buffers())) == []
+
+
+def test_computed_weights_do_not_pile_up(device, quantized):
+    """A weight made anew for each forward is not held: each would be kept until the end."""
+    model, x = model_on(device), batch(device)
+    nn.utils.parametrizations.weight_norm(model[0])
+    outside = step(model, x)
+    with nf.reuse_weights(model):
+        for _ in range(3):
+            assert_all_same(step(model, x), outside)
+        assert list(model[2].weight_cache._held) == [id(model[2].weight)]
+        weights = {n: p.detach() * 2 for n, p in model.named_parameters()}
+        torch.func.functional_call(model, weights, (x,))
+        assert list(model[2].weight_cache._held) == [id(model[2].weight)]
+
+
+def test_threads(device):
+    """Several threads train copies, and one model is run by all of them, inside one context."""
+    shared, x = model_on(device), batch(device)
+    right = step(copy.deepcopy(shared), x)
+    failures: list[BaseException] = []
+    barrier = threading.Barrier(4)
+
+    def work() -> None:
+        try:
+            mine = copy.deepcopy(shared)
+            barrier.wait(30)
+            for _ in range(5):
+                with nf.reuse_weights(mine):
+                    assert_all_same(step(mine, x), right)
+                leaf = x.clone().requires_grad_()
+                y = shared(leaf)
+                (dx,) = torch.autograd.grad((y.float() ** 2).mean(), leaf)
+                assert_all_same([y.detach(), dx], right[:2])
+        except BaseException as e:
+            failures.append(e)
+
+    with nf.reuse_weights(shared):
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+    assert caches(shared) == {None}
