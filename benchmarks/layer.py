@@ -97,7 +97,8 @@ class LinearCase:
     ) -> None:
         """Time ours and bf16 in turns, then profile them so; `held`: iterations in one run()."""
         run = self.run
-        times, base = measure.interleave(run.device, pair, seconds, 1 if held > 1 else self.sets)
+        sets = 1 if held > 1 else self.sets
+        times, base = measure.interleave(run.device, pair, seconds, sets, flush=held == 1)
         limit = None
         if run.recipe == "fp8":  # whose least bytes layer_bytes counts
             with run.attempt(f"{self.label(mode, weights)}: limit"):
@@ -169,7 +170,7 @@ class LinearCase:
         theirs = peers.compiled(peers.torchao(layer, recipe))
         plain = peers.compiled(self.plain[0])
         pair = [trainer([theirs], self.data), trainer([plain], self.data, self.sets // 2)]
-        times, base = measure.interleave(self.run.device, pair, seconds, self.sets)
+        times, base = measure.interleave(self.run.device, pair, seconds, self.sets, flush=True)
         self.add(f"torchao_{recipe}", "compiled", "requantized", times, base)
 
 

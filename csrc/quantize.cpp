@@ -57,29 +57,34 @@ QuantizeJob row_major(QuantizeJob job) {
   return job;
 }
 
-int64_t elements_of(const QuantizePlan& plan, const QuantizeStep& step) {
-  int64_t elements = 0;
-  for (int j = step.first; j < step.first + step.count; ++j) {
-    elements += plan.job[j].rows * plan.job[j].cols;
-  }
-  return elements;
-}
-
-// Few tiles of 128 rows leave multiprocessors idle; 64 rows of fp32, or of 16 bits beside what
-// measuring needs, fill a thread's registers.
-int tile_rows(const QuantizePlan& plan, const QuantizeStep& step) {
-  const int64_t few = device_of(plan.device).multiprocessors * int64_t{2} * 128 * kTileCols;
-  const bool wide = plan.job[step.first].type == Real::f32;
-  return wide || step.fused || elements_of(plan, step) <= few ? 64 : 128;
-}
-
 int64_t tiles_of(const QuantizeJob& job, int rows) {
   return writes(job) ? ceil_div(job.rows, rows) * ceil_div(job.cols, kTileCols) : 0;
 }
 
+int64_t tiles_of(const QuantizePlan& plan, const QuantizeStep& step, int rows) {
+  int64_t tiles = 0;
+  for (int j = step.first; j < step.first + step.count; ++j) tiles += tiles_of(plan.job[j], rows);
+  NF_CHECK(tiles < int64_t{1} << 31, "quantize: expected fewer than 2^31 tiles, got ", tiles,
+           " (split the tensor)");
+  return tiles;
+}
+
+int64_t resident_blocks(int device) {
+  return int64_t{device_of(device).multiprocessors} * kBlocksPerSm;
+}
+
+// Tiles of 128 rows write the transposed copy in longer runs, tiles of 64 occupy more
+// multiprocessors; 64 rows of fp32 fill a thread's registers. A launch that measures holds one tile
+// a block in registers: 128 rows where that lets it hold all that 64 do not.
+int tile_rows(const QuantizePlan& plan, const QuantizeStep& step) {
+  if (plan.job[step.first].type == Real::f32) return 64;
+  const int64_t resident = resident_blocks(plan.device), tiles = tiles_of(plan, step, 128);
+  if (step.fused) return tiles_of(plan, step, 64) > resident && tiles <= resident ? 128 : 64;
+  return tiles <= resident / 2 ? 64 : 128;
+}
+
 int grid_for(int64_t tiles, int device) {
-  const int64_t resident = int64_t{device_of(device).multiprocessors} * kBlocksPerSm;
-  return static_cast<int>(std::clamp<int64_t>(tiles, 1, resident));
+  return static_cast<int>(std::clamp<int64_t>(tiles, 1, resident_blocks(device)));
 }
 
 // Eight neighbours of a row lie in one or two aligned 16-byte words, in every row.
@@ -96,7 +101,7 @@ struct MeasureShape {
 // As many blocks as the device holds, each a strip of columns and a slice of the bands of rows.
 MeasureShape measure_shape(const QuantizeJob& job, int device) {
   const int64_t band = (job.type == Real::f32 ? 4 : 8) * (kThreads / 32);
-  const int64_t resident = int64_t{device_of(device).multiprocessors} * kBlocksPerSm;
+  const int64_t resident = resident_blocks(device);
   const int64_t strips = std::clamp<int64_t>(ceil_div(job.cols, kStripCols), 1, resident);
   const int64_t slices =
       std::clamp<int64_t>(resident / strips, 1, std::max<int64_t>(ceil_div(job.rows, band), 1));
@@ -112,14 +117,6 @@ QuantizeJob widened(QuantizeJob job) {
     job.cols = job.row_stride = kStripCols;
   }
   return job;
-}
-
-int64_t tiles_of(const QuantizePlan& plan, const QuantizeStep& step, int rows) {
-  int64_t tiles = 0;
-  for (int j = step.first; j < step.first + step.count; ++j) tiles += tiles_of(plan.job[j], rows);
-  NF_CHECK(tiles < int64_t{1} << 31, "quantize: expected fewer than 2^31 tiles, got ", tiles,
-           " (split the tensor)");
-  return tiles;
 }
 
 struct Partials {

@@ -19,17 +19,13 @@ __device__ inline uint32_t bits_of(const T* p) {
 // Eight neighbours at p, the first `count` of them. With kVectors all eight (or none) lie in
 // aligned 16-byte words; a kernel is compiled for that alone, since the other loads would fill its
 // instruction cache.
-template <bool kVectors, bool kLast = false, typename T>
+template <bool kVectors, typename T>
 __device__ inline Eight<T> load8(const T* p, [[maybe_unused]] int64_t col_stride, int64_t count) {
   Eight<T> v;
   if constexpr (kVectors) {
 #pragma unroll
     for (int i = 0; i < Eight<T>::kWords / 4; ++i) {
-      uint4 q = make_uint4(0, 0, 0, 0);
-      if (count > 0) {
-        const uint4* from = reinterpret_cast<const uint4*>(p) + i;
-        q = kLast ? __ldcs(from) : *from;
-      }
+      const uint4 q = count > 0 ? reinterpret_cast<const uint4*>(p)[i] : make_uint4(0, 0, 0, 0);
       v.w[4 * i] = q.x, v.w[4 * i + 1] = q.y, v.w[4 * i + 2] = q.z, v.w[4 * i + 3] = q.w;
     }
   } else {
@@ -141,7 +137,7 @@ struct TileShare {
   static constexpr int kHalves = kRows / 64;
   Eight<T> v[kHalves][4];
 
-  template <bool kVectors, bool kLast>
+  template <bool kVectors>
   __device__ void load(const JobParams& job, const Tile<kRows>& tile) {
     const int r = threadIdx.x / 16 * 4, c = threadIdx.x % 16 * 8;
     const T* p = static_cast<const T*>(job.x) + (tile.r0 + r) * job.row_stride +
@@ -150,8 +146,8 @@ struct TileShare {
     for (int h = 0; h < kHalves; ++h) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        v[h][i] = load8<kVectors, kLast>(p + (h * 64 + i) * job.row_stride, job.col_stride,
-                                         r + h * 64 + i < tile.rows ? tile.cols - c : 0);
+        v[h][i] = load8<kVectors>(p + (h * 64 + i) * job.row_stride, job.col_stride,
+                                  r + h * 64 + i < tile.rows ? tile.cols - c : 0);
       }
     }
   }
@@ -187,22 +183,7 @@ __device__ inline int shared_word(int column, int row_group) {
   return column * kWords + (row_group ^ ((column / 8 * 2) & (kWords - 1)));
 }
 
-#ifndef NF_LD
-#define NF_LD 0
-#endif
-#ifndef NF_ST
-#define NF_ST 0
-#endif
-template <bool kStream, typename V>
-__device__ inline void store(V* to, V v) {
-  if constexpr (kStream) {
-    __stcs(to, v);
-  } else {
-    *to = v;
-  }
-}
-
-template <bool kStream, int kRows>
+template <int kRows>
 __device__ inline void write_rows(const JobParams& job, const Tile<kRows>& tile,
                                   const Codes<kRows>& codes) {
   const int r = threadIdx.x / 16 * 4, c = threadIdx.x % 16 * 8;
@@ -213,13 +194,13 @@ __device__ inline void write_rows(const JobParams& job, const Tile<kRows>& tile,
     if (r + h * 64 >= tile.padded_rows) return;  // padded to 16: four rows are in or out together
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      store<kStream>(reinterpret_cast<uint2*>(row + (h * 64 + i) * job.q_rows_ld),
-                     make_uint2(codes.w[h][i][0], codes.w[h][i][1]));
+      *reinterpret_cast<uint2*>(row + (h * 64 + i) * job.q_rows_ld) =
+          make_uint2(codes.w[h][i][0], codes.w[h][i][1]);
     }
   }
 }
 
-template <bool kStream, int kRows>
+template <int kRows>
 __device__ inline void write_columns(const JobParams& job, const Tile<kRows>& tile,
                                      const Codes<kRows>& codes, uint32_t* shared) {
 #pragma unroll
@@ -245,8 +226,8 @@ __device__ inline void write_columns(const JobParams& job, const Tile<kRows>& ti
 #pragma unroll 4
   for (int i = 0; i < kTileCols / kColumnsAtOnce; ++i, column += step) {
     if (first + i * kColumnsAtOnce < tile.padded_cols) {
-      store<kStream>(reinterpret_cast<uint32_t*>(column),
-                     shared[shared_word<kRows>(first + i * kColumnsAtOnce, word)]);
+      *reinterpret_cast<uint32_t*>(column) =
+          shared[shared_word<kRows>(first + i * kColumnsAtOnce, word)];
     }
   }
 }
@@ -350,11 +331,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #pragma unroll 1
     for (int j = 0; j < p.count; ++j) {
       const JobParams& job = p.job[j];
-      if (job.scale_given) continue;
+      if (job.scale_given) {  // nothing to measure: only fetch what a block without a tile will
+                              // write
+        const uint32_t first = first_tile(job);
+        if (!held && first < job.tiles) {
+          const uint32_t last = first + (job.tiles - 1 - first) / gridDim.x * gridDim.x;
+          share.template load<kVectors>(job, Tile<kRows>(job, last));
+          held = true;
+          held_job = j;
+        }
+        continue;
+      }
       Amax<T> amax;
       for (uint32_t i = first_tile(job); i < job.tiles; i += gridDim.x) {
         const Tile<kRows> tile(job, i);
-        share.template load<kVectors, false>(job, tile);
+        share.template load<kVectors>(job, tile);
         held = true;
         held_job = j;
 #pragma unroll
@@ -380,7 +371,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     uint32_t own = job.tiles > first ? (job.tiles - 1 - first) / gridDim.x + 1 : 0;
     while (own-- > 0) {
       const Tile<kRows> tile(job, first + own * gridDim.x);
-      if (!held || j != held_job) share.template load<kVectors, NF_LD && !kMeasures>(job, tile);
+      if (!held || j != held_job) share.template load<kVectors>(job, tile);
       held = false;
       Codes<kRows> codes;
       if (job.format == Element::e4m3) {
@@ -388,10 +379,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       } else {
         codes.template encode<Element::e5m2>(share, own_multiplier);
       }
-      if (job.q_rows) write_rows<NF_ST && !kMeasures>(job, tile, codes);
+      if (job.q_rows) write_rows(job, tile, codes);
       if (job.q_columns) {
         __syncthreads();  // the tile before has been read out of shared memory
-        write_columns<NF_ST && !kMeasures>(job, tile, codes, shared);
+        write_columns(job, tile, codes, shared);
       }
     }
     if (job.column_sums == nullptr) continue;
@@ -481,7 +472,7 @@ void launch_quantize(const QuantizeParams& params, Real type, int tile_rows, boo
     with_bool(measures, [&](auto m) {
       with_bool(vectors, [&](auto v) {
         constexpr bool kMeasures = decltype(m)::value, kVectors = decltype(v)::value;
-        if constexpr (sizeof(T) == 2 && !kMeasures) {
+        if constexpr (sizeof(T) == 2) {
           if (tile_rows == 128) {
             launch_tiles<T, 128, kMeasures, kVectors>(params, blocks, stream);
             return;

@@ -95,12 +95,6 @@ def _device(index: int, wrong: list[str]) -> tuple[list[str], bool]:
         answer, why = _ask(support.supported, each, index)
         if answer is None:
             answer = support.Support(False, "no", why)
-        elif answer and _binary.module is not None:
-            archs = _binary.module.archs()
-            if not support.compiled_for(archs, capability):
-                answer = support.Support(
-                    False, "no", f"the binary has code for {archs} only (compile it for this chip)"
-                )
         if answer:
             _, why = _ask(_try, each, where)
             if why:

@@ -65,6 +65,11 @@ class LinearFunction(torch.autograd.Function):
         )
 
 
+# What Function.apply calls once it has looked for functorch's transforms, which costs the host as
+# much as two allocations.
+_apply = super(torch.autograd.Function, LinearFunction).apply
+
+
 def linear(
     x: Tensor,
     w: Tensor,
@@ -92,7 +97,9 @@ def linear(
     if torch.is_autocast_enabled(kind) and x.is_floating_point():
         x = x.to(torch.get_autocast_dtype(kind))
     if torch.is_grad_enabled():
-        return LinearFunction.apply(x, w, bias, recipe, held)
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return LinearFunction.apply(x, w, bias, recipe, held)
+        return _apply(x, w, bias, recipe, held)
     # A Function would not know that nothing is to be saved.
     w_rows, _, w_scale = (None, None, None) if held is None else held
     return ops.linear_forward(x, w, bias, w_rows, w_scale, *recipe.forward_codes, False)[0]
