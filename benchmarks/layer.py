@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -31,25 +32,36 @@ class Inputs(NamedTuple):
     dys: list[Tensor]  # [tokens, out]
 
 
-def trainer(modules: Sequence[nn.Module], inputs: Inputs, offset: int = 0) -> Contender:
-    """Forward + backward; gradients are dropped between, untimed. Set s takes module s, or the one
-    module there is. `offset` keeps two contenders off the set that the other has just read."""
+def trainer(
+    modules: Sequence[nn.Module], inputs: Inputs, offset: int = 0, layers: int = 1
+) -> Contender:
+    """Forward + backward of `layers` layers beside each other, one call of backward for all;
+    gradients are dropped between, untimed. Set s takes module s, or the one module there is.
+    `offset` keeps two contenders off the sets that the other has just read."""
     parameters = [list(module.parameters()) for module in modules]
 
-    def place(i: int) -> int:
-        return (i + offset) % len(inputs.xs)
+    def places(i: int) -> list[int]:
+        return [(i * layers + r + offset) % len(inputs.xs) for r in range(layers)]
 
     def step(i: int) -> None:
-        s = place(i)
-        modules[s % len(modules)](inputs.xs[s]).backward(inputs.dys[s])
+        at = places(i)
+        ys = [modules[s % len(modules)](inputs.xs[s]) for s in at]
+        torch.autograd.backward(ys, [inputs.dys[s] for s in at])
 
     def reset(i: int) -> None:
-        s = place(i)
-        inputs.xs[s].grad = None
-        for parameter in parameters[s % len(modules)]:
-            parameter.grad = None
+        for s in places(i):
+            inputs.xs[s].grad = None
+            for parameter in parameters[s % len(modules)]:
+                parameter.grad = None
 
     return Contender(step, reset)
+
+
+def eager_layers(tokens: int, inputs: int, outputs: int, sets: int) -> int:
+    """How many layers one timed run holds: about 4 ms of bf16 at 700 TFLOP/s. A call of backward
+    costs the host as much as a layer or two, once a step of training and not once a layer."""
+    bf16_ms = 6e3 * tokens * inputs * outputs / 7e14
+    return min(sets, max(1, math.ceil(4 / bf16_ms)))
 
 
 def captured_trainer(device: Device, modules: Sequence[nn.Module], inputs: Inputs) -> Contender:
@@ -95,10 +107,10 @@ class LinearCase:
     def take(
         self, mode: str, weights: str, pair: Sequence[Contender], seconds: float, held: int = 1
     ) -> None:
-        """Time ours and bf16 in turns, then profile them so; `held`: iterations in one run()."""
+        """Time ours and bf16 in turns, then profile them so; `held`: layers in one run()."""
         run = self.run
-        sets = 1 if held > 1 else self.sets
-        times, base = measure.interleave(run.device, pair, seconds, sets, flush=held == 1)
+        sets = 1 if mode == "graph" else self.sets
+        times, base = measure.interleave(run.device, pair, seconds, sets)
         limit = None
         if run.recipe == "fp8":  # whose least bytes layer_bytes counts
             with run.attempt(f"{self.label(mode, weights)}: limit"):
@@ -143,10 +155,14 @@ class LinearCase:
         import narrowfloat
 
         ours = nn.ModuleList(self.ours)
-        pair = [trainer(self.ours, self.data), trainer(self.plain, self.data, self.sets // 2)]
+        layers = eager_layers(self.tokens, self.inputs, self.outputs, self.sets)
+        pair = [
+            trainer(self.ours, self.data, 0, layers),
+            trainer(self.plain, self.data, self.sets // 2, layers),
+        ]
         reusing = weights == "reused"
         with narrowfloat.reuse_weights(ours) if reusing else contextlib.nullcontext():
-            self.take("eager", weights, pair, seconds)
+            self.take("eager", weights, pair, seconds, held=layers)
 
     def graph(self, seconds: float) -> None:
         pair = [
@@ -170,7 +186,7 @@ class LinearCase:
         theirs = peers.compiled(peers.torchao(layer, recipe))
         plain = peers.compiled(self.plain[0])
         pair = [trainer([theirs], self.data), trainer([plain], self.data, self.sets // 2)]
-        times, base = measure.interleave(self.run.device, pair, seconds, self.sets, flush=True)
+        times, base = measure.interleave(self.run.device, pair, seconds, self.sets)
         self.add(f"torchao_{recipe}", "compiled", "requantized", times, base)
 
 

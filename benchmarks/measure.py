@@ -127,7 +127,6 @@ class Device:
     def __init__(self, name: str) -> None:
         self.cuda = name == "cuda"
         self.torch = torch.device("cuda", torch.cuda.current_device()) if self.cuda else CPU
-        self._flush: torch.Tensor | None = None
 
     def synchronize(self) -> None:
         if self.cuda:
@@ -139,15 +138,6 @@ class Device:
             return 2
         torch.cuda.empty_cache()
         return sets_for(set_bytes, torch.cuda.mem_get_info(self.torch)[0], held_bytes)
-
-    def flush(self) -> None:
-        """Writes 256 MB, as triton's do_bench does before each run: L2 then holds nothing of it,
-        and the host is ahead by 0.1 ms, as it is where a model keeps the GPU busy."""
-        if not self.cuda:
-            return
-        if self._flush is None:
-            self._flush = torch.empty(256 << 20, dtype=torch.int8, device=self.torch)
-        self._flush.zero_()
 
     def marks(self, count: int) -> list[Any]:
         """Events, each recorded once: the first record creates the event, which is not to be
@@ -176,13 +166,12 @@ def interleave(
     contenders: Sequence[Contender],
     seconds: float,
     sets: int = 1,
-    flush: bool = False,
 ) -> list[list[float]]:
     """Times in ms, one list a contender, of rounds in which each runs once, in the order given.
 
     Every contender first sees each of `sets` input sets, then the clocks are warmed for a fifth of
     the seconds. Runs are queued behind each other, in chunks; a chunk's first round, which finds
-    the GPU idle, is not counted. At least 10 rounds are. `flush`: behind a write of 256 MB, each.
+    the GPU idle, is not counted. At least 10 rounds are.
     """
 
     def turn(i: int) -> None:
@@ -211,8 +200,6 @@ def interleave(
         for r in range(rounds):
             i += 1
             for c, contender in enumerate(contenders):
-                if flush:
-                    device.flush()
                 device.stamp(marks, r * width + 2 * c)
                 contender.run(i)
                 device.stamp(marks, r * width + 2 * c + 1)

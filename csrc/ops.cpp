@@ -211,9 +211,9 @@ std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
 }
 
 void check_same_device(const Tensor& t, const Tensor& as, const char* op, const char* name) {
-  const std::string here = device_name(as), there = device_name(t);
-  NF_CHECK(here == there && t.is_cuda(), op, ": expected ", name, " on ", here,
-           " as the first operand is, got ", there, " (move it there)");
+  const bool same = t.is_cuda() && as.is_cuda() && t.get_device_index() == as.get_device_index();
+  NF_CHECK(same, op, ": expected ", name, " on ", device_name(as), " as the first operand is, got ",
+           device_name(t), " (move it there)");
 }
 
 std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, int64_t format, bool rows,

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+Outcome = tuple[dict[str, object], str]
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
 
@@ -30,16 +33,31 @@ KERNEL_TESTS = [
 ]
 
 
-def run_tests(arguments: list[str], before: list[str]) -> tuple[dict[str, object], str]:
-    xml = ROOT / ".gpu_tests.xml"
+def start(name: str, arguments: list[str], before: list[str]) -> subprocess.Popen[str]:
     command = [*before, sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    begun = time.time()
-    done = subprocess.run(
-        [*command, f"--junitxml={xml}", *arguments], cwd=ROOT, capture_output=True, text=True
+    return subprocess.Popen(
+        [*command, f"--junitxml={xml_of(name)}", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a sanitizer's child ends with it
     )
+
+
+def xml_of(name: str) -> Path:
+    return ROOT / f".gpu_tests_{name}.xml"
+
+
+def finish(name: str, run: subprocess.Popen[str], begun: float, limit: float | None) -> Outcome:
+    try:
+        output = run.communicate(timeout=limit)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)
+        output = run.communicate()[0] + f"\nstopped after {limit} s"
     summary: dict[str, object] = {"seconds": round(time.time() - begun, 1)}
-    if xml.exists():
-        suite = next(ET.parse(xml).getroot().iter("testsuite"))
+    if xml_of(name).exists():
+        suite = next(ET.parse(xml_of(name)).getroot().iter("testsuite"))
         total, failed, skipped = (
             int(suite.get("tests", 0)),
             int(suite.get("failures", 0)) + int(suite.get("errors", 0)),
@@ -49,8 +67,8 @@ def run_tests(arguments: list[str], before: list[str]) -> tuple[dict[str, object
         reasons = {e.get("message") for e in suite.iter("skipped")}
         if reasons:
             summary["skip_reasons"] = sorted(str(r) for r in reasons)
-        xml.unlink()
-    return summary, done.stdout + done.stderr
+        xml_of(name).unlink()
+    return summary, output
 
 
 def main() -> int:
@@ -59,6 +77,7 @@ def main() -> int:
     parser.add_argument("--commit")
     parser.add_argument("--workers", default="6")
     parser.add_argument("--sanitize", nargs="*", default=[])
+    parser.add_argument("--limit", type=float, help="seconds for the sanitizers, together")
     args = parser.parse_args()
 
     import record  # benchmarks/record.py: what machine this is
@@ -80,14 +99,22 @@ def main() -> int:
         if summary.get("failed") != 0 or summary.get("errors", 0) != 0:
             print(output[-6000:], flush=True)
 
-    keep("gpu", *run_tests(["-n", args.workers], []))
-    for tool in args.sanitize:
-        sanitizer = shutil.which("compute-sanitizer")
-        if sanitizer is None:
-            raise SystemExit("gpu_tests: compute-sanitizer is not on PATH")
-        before = [sanitizer, f"--tool={tool}", "--kernel-regex", "kns=narrowfloat"]
-        summary, output = run_tests(KERNEL_TESTS, before)
-        found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", output)
+    begun = time.time()
+    keep("gpu", *finish("gpu", start("gpu", ["-n", args.workers], []), begun, None))
+    sanitizer = shutil.which("compute-sanitizer")
+    if args.sanitize and sanitizer is None:
+        raise SystemExit("gpu_tests: compute-sanitizer is not on PATH")
+    begun = time.time()
+    running = {  # beside each other: both are bound by the host
+        tool: start(
+            tool, KERNEL_TESTS, [str(sanitizer), f"--tool={tool}", "--kernel-regex", "kns=narrow"]
+        )
+        for tool in args.sanitize
+    }
+    for tool, run in running.items():
+        left = None if args.limit is None else max(args.limit - (time.time() - begun), 1)
+        summary, output = finish(tool, run, begun, left)
+        found = re.findall(r"SUMMARY: (\d+) ", output)
         summary["errors"] = sum(map(int, found)) if found else None
         keep(tool, summary, output)
     return 0 if good else 1
