@@ -244,7 +244,9 @@ def verdict(r: Mapping[str, Any], field: str, gpu: str) -> str:
 # Tables
 
 
-def _number(value: Any) -> str:
+def _number(value: Any, name: str = "") -> str:
+    if isinstance(value, float) and name.endswith("loss"):
+        return f"{value:.4f}"
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -331,7 +333,7 @@ def tables(found: Sequence[tuple[str, dict[str, Any]]]) -> str:
             head = [c.replace("_", " ") for c in columns] + (["bar"] if barred else [])
             body = []
             for r in rows:
-                cells = [_number(r.get(c)) for c in columns]
+                cells = [_number(r.get(c), c) for c in columns]
                 body.append([*cells, _verdicts(r, gpu)] if barred else cells)
             parts.append(f"**{bench}**\n\n{_table(head, body)}")
     return "\n\n".join(parts) if parts else NOTHING
