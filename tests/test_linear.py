@@ -78,6 +78,27 @@ def test_held_weight_gives_the_same_bits(device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("m, k, n", [(1024, 1024, 1024), (4096, 1024, 1024), (2000, 1500, 1700)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_two_tensors_in_one_launch(cuda: str, m: int, k: int, n: int, dtype: torch.dtype) -> None:
+    """x and w, then dy and w, quantized by one launch each: the bytes of one tensor a launch."""
+    x, w, _, dy = tensors(m, k, n, dtype, cuda)
+    y, x_columns, scales = ops.linear_forward(x, w, None, None, None, E4M3, E4M3, False, True)
+    x_alone, w_alone = (reference.quantize(t, E4M3, True, True) for t in (x, w))
+    assert torch.equal(x_columns.view(torch.uint8), x_alone[1].view(torch.uint8))
+    assert torch.equal(scales, torch.cat([x_alone[2], w_alone[2]]))
+    held = ops.linear_forward(x, w, None, w_alone[0], w_alone[2], E4M3, E4M3, False, True)
+    assert torch.equal(held[0], y)
+    args = (k, E5M2, E4M3, False, False, True, dtype, torch.float32)
+    fresh = ops.linear_backward(dy, x_columns, scales, w, None, None, *args)
+    apart = ops.linear_backward(dy, x_columns, scales, None, w_alone[1], w_alone[2], *args)
+    for a, b in zip(fresh[:2], apart[:2], strict=True):
+        assert torch.equal(a, b)
+    for db in (fresh[2], apart[2]):  # summed in another order
+        assert relative_error(db, dy.double().sum(0)) < 1e-5
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("m, k, n", [(4096, 4096, 4096), (8192, 2048, 6144), (5000, 3000, 7000)])
 def test_large_layers(cuda: str, m: int, k: int, n: int) -> None:
     """Past the size where quantizing takes two launches; mixed sizes and types in one call."""
