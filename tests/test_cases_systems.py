@@ -310,6 +310,34 @@ def test_o62_a_graph_owns_its_workspace(cuda, m, k, n):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("size", [256, 1024])
+def test_graphs_replayed_beside_each_other(cuda, size):
+    """Graphs share nothing: three replay at once on streams of their own beside an eager layer,
+    each right each time. Their grids meet at barriers, and at 1024 do not fit together."""
+    layers = [nf.FP8Linear(size, size, device=cuda, dtype=BF16) for _ in range(4)]
+    xs = [torch.randn(size, size, device=cuda, dtype=BF16) for _ in layers]
+    gs = [torch.randn(size, size, device=cuda, dtype=BF16) for _ in layers]
+    right = [step(*operands) for operands in zip(layers, xs, gs, strict=True)]
+    graphs = [captured(*operands) for operands in zip(layers[:3], xs[:3], gs[:3], strict=True)]
+    streams = [torch.cuda.Stream() for _ in layers]
+    torch.cuda.synchronize()
+    for i in range(20):
+        for _, results in graphs:
+            for r in results:
+                r.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for (graph, _), stream in zip(graphs, streams[:3], strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(streams[3]):
+            eager = step(layers[3], xs[3], gs[3])
+        torch.cuda.synchronize()
+        for got, want in zip([*(r for _, r in graphs), eager], right, strict=True):
+            for a, b in zip(got, want, strict=True):
+                assert torch.equal(a, b), i
+
+
+@pytest.mark.gpu
 def test_o63_captures_do_not_pile_up(cuda):
     """O-63: free device memory after 50 captures is that after 5, within 64 MB."""
     made = nf.FP8Linear(256, 128, device=cuda, dtype=BF16)
