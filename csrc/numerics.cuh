@@ -101,28 +101,20 @@ __device__ inline float2 pair<float>(const Eight<float>& v, int i) {
   return make_float2(__uint_as_float(v.w[2 * i]), __uint_as_float(v.w[2 * i + 1]));
 }
 
-// A running maximum of magnitudes that keeps NaN. For 16-bit inputs two lanes in one word, as the
+__device__ inline __nv_bfloat162 zero_pair(__nv_bfloat16) {
+  return __halves2bfloat162(__ushort_as_bfloat16(0), __ushort_as_bfloat16(0));
+}
+__device__ inline __half2 zero_pair(__half) {
+  return __halves2half2(__ushort_as_half(0), __ushort_as_half(0));
+}
+// A running maximum of magnitudes that keeps NaN: of 16-bit inputs two lanes in one word, as the
 // hardware compares them.
 template <typename T>
-struct Amax;
-template <>
-struct Amax<__nv_bfloat16> {
-  __nv_bfloat162 m = __halves2bfloat162(__ushort_as_bfloat16(0), __ushort_as_bfloat16(0));
-  __device__ void add(const Eight<__nv_bfloat16>& v) {
-    const auto* p = reinterpret_cast<const __nv_bfloat162*>(v.w);
-    const auto a = __hmax2_nan(__habs2(p[0]), __habs2(p[1]));
-    const auto b = __hmax2_nan(__habs2(p[2]), __habs2(p[3]));
-    m = __hmax2_nan(m, __hmax2_nan(a, b));
-  }
-  __device__ uint32_t bits() const {
-    return max(magnitude_bits(__low2float(m)), magnitude_bits(__high2float(m)));
-  }
-};
-template <>
-struct Amax<__half> {
-  __half2 m = __halves2half2(__ushort_as_half(0), __ushort_as_half(0));
-  __device__ void add(const Eight<__half>& v) {
-    const auto* p = reinterpret_cast<const __half2*>(v.w);
+struct Amax {
+  using Pair = decltype(zero_pair(T()));
+  Pair m = zero_pair(T());
+  __device__ void add(const Eight<T>& v) {
+    const auto* p = reinterpret_cast<const Pair*>(v.w);
     const auto a = __hmax2_nan(__habs2(p[0]), __habs2(p[1]));
     const auto b = __hmax2_nan(__habs2(p[2]), __habs2(p[3]));
     m = __hmax2_nan(m, __hmax2_nan(a, b));
