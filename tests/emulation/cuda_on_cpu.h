@@ -1,0 +1,195 @@
+// Decides how CUDA kernels run on a CPU for the tests: a block is an OS thread, its threads are
+// fibers that yield at barriers; shared memory is thread-local. Included before the kernels'
+// sources, whose <<<...>>> launches the test rewrites into cuda_on_cpu::launch. It checks what
+// kernels compute, not how fast, and no memory model: fibers of a block run one at a time.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <barrier>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace cuda_on_cpu {
+
+struct Block;
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  uint3 index;
+  bool done = false;
+  int warp_phase = 0;
+};
+
+// One warp's exchange: two buffers, so that a lane that is ahead by one does not overwrite.
+struct Warp {
+  int arrived[2] = {0, 0};
+  uint32_t value[2][32];
+  int phase = 0;
+};
+
+struct Block {
+  uint3 index;
+  dim3 grid;
+  std::barrier<>* grid_barrier;
+  ucontext_t scheduler;
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  int live = 0, arrived = 0, generation = 0;
+  int grid_arrived = 0, grid_generation = 0;
+  Fiber* current = nullptr;
+  std::function<void()> body;
+
+  void yield() { swapcontext(&current->context, &scheduler); }
+
+  void sync() {
+    const int mine = generation;
+    if (++arrived == live) {
+      arrived = 0;
+      ++generation;
+    }
+    while (generation == mine) yield();
+  }
+
+  void sync_grid() {
+    const int mine = grid_generation;
+    if (++grid_arrived == live) {
+      grid_arrived = 0;
+      grid_barrier->arrive_and_wait();
+      ++grid_generation;
+    }
+    while (grid_generation == mine) yield();
+  }
+
+  // Every lane's value; all 32 lanes must come (the kernels use full masks only).
+  const uint32_t* exchange(uint32_t value) {
+    Fiber& self = *current;
+    const int lane = self.index.x % 32;
+    Warp& warp = warps[self.index.x / 32];
+    const int phase = self.warp_phase++;
+    warp.value[phase % 2][lane] = value;
+    if (++warp.arrived[phase % 2] == 32) {
+      warp.arrived[phase % 2] = 0;
+      warp.phase = phase + 1;
+    }
+    while (warp.phase <= phase) yield();
+    return warp.value[phase % 2];
+  }
+};
+
+inline thread_local Block* block = nullptr;
+
+inline void fiber_main() {
+  block->body();
+  Fiber* self = block->current;
+  self->done = true;
+  --block->live;
+  if (block->live > 0 && block->arrived == block->live) {  // an exited thread counts as arrived
+    block->arrived = 0;
+    ++block->generation;
+  }
+  swapcontext(&self->context, &block->scheduler);
+}
+
+inline void run_block(Block& b, int threads) {
+  block = &b;
+  constexpr size_t kStack = 64 << 10;
+  b.fibers.resize(threads);
+  b.warps.resize((threads + 31) / 32);
+  b.live = threads;
+  for (int t = 0; t < threads; ++t) {
+    Fiber& f = b.fibers[t];
+    f.stack = std::make_unique<char[]>(kStack);
+    f.index = make_uint3(t, 0, 0);
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.get();
+    f.context.uc_stack.ss_size = kStack;
+    f.context.uc_link = &b.scheduler;
+    makecontext(&f.context, fiber_main, 0);
+  }
+  for (bool any = true; any;) {
+    any = false;
+    for (Fiber& f : b.fibers) {
+      if (f.done) continue;
+      any = true;
+      b.current = &f;
+      swapcontext(&b.scheduler, &f.context);
+    }
+  }
+}
+
+template <typename Kernel, typename... Args>
+void launch(Kernel* kernel, int blocks, int threads, Args... args) {
+  std::barrier<> barrier(blocks);
+  std::vector<std::thread> running;
+  for (int i = 0; i < blocks; ++i) {
+    running.emplace_back([&, i] {
+      Block b;
+      b.index = make_uint3(i, 0, 0);
+      b.grid = dim3(blocks);
+      b.grid_barrier = &barrier;
+      b.body = [&] { kernel(args...); };
+      run_block(b, threads);
+    });
+  }
+  for (std::thread& t : running) t.join();
+}
+
+}  // namespace cuda_on_cpu
+
+namespace cooperative_groups {
+struct Grid {
+  void sync() const { cuda_on_cpu::block->sync_grid(); }
+};
+inline Grid this_grid() { return {}; }
+}  // namespace cooperative_groups
+
+#undef __shared__
+#define __shared__ static thread_local
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define threadIdx (cuda_on_cpu::block->current->index)
+#define blockIdx (cuda_on_cpu::block->index)
+#define gridDim (cuda_on_cpu::block->grid)
+
+inline void __syncthreads() { cuda_on_cpu::block->sync(); }
+inline float __shfl_xor_sync(unsigned, float v, int o) {
+  const int lane = threadIdx.x % 32;
+  return std::bit_cast<float>(cuda_on_cpu::block->exchange(std::bit_cast<uint32_t>(v))[lane ^ o]);
+}
+inline uint32_t __reduce_max_sync(unsigned, uint32_t v) {
+  const uint32_t* all = cuda_on_cpu::block->exchange(v);
+  return *std::max_element(all, all + 32);
+}
+inline uint32_t __float_as_uint(float v) { return std::bit_cast<uint32_t>(v); }
+inline float __uint_as_float(uint32_t v) { return std::bit_cast<float>(v); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline uint32_t __ldcg(const uint32_t* p) { return *p; }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = a | static_cast<uint64_t>(b) << 32;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  }
+  return result;
+}
+template <typename T>
+T max(T a, T b) {
+  return a > b ? a : b;
+}
+template <typename T>
+T min(T a, T b) {
+  return a < b ? a : b;
+}

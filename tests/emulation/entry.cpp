@@ -1,0 +1,64 @@
+// Decides what the test calls: csrc's quantizing host code and kernels, compiled for the CPU. The
+// test puts the rewritten kernels where they are included.
+#include "cuda_on_cpu.h"
+
+namespace {
+int g_multiprocessors = 2, g_l2_bytes = 1 << 20;
+}
+
+extern "C" {
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorName(cudaError_t) { return "error"; }
+const char* cudaGetErrorString(cudaError_t) { return "error"; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? g_multiprocessors : g_l2_bytes;
+  return cudaSuccess;
+}
+}
+
+#include "measure_kernels.rewritten.h"
+#include "quantize_kernels.rewritten.h"
+// its device table is read once a device: a test takes another number for another device
+#include "quantize.cpp"
+
+extern "C" {
+
+struct TestJob {  // as test_kernels_emulated.py lays it out
+  const void* x;
+  int64_t type, rows, cols, row_stride, col_stride, format;
+  uint8_t* q_rows;
+  uint8_t* q_columns;
+  float* scale;
+  int64_t scale_given;
+  void* column_sums;
+  int64_t sums_type;
+};
+
+// Returns the number of launches that quantize, negative where the first measures too, 0 if it threw.
+int64_t run_quantize(const TestJob* jobs, int64_t count, int64_t device, int64_t multiprocessors,
+                     int64_t l2_bytes) try {
+  using namespace narrowfloat;
+  g_multiprocessors = static_cast<int>(multiprocessors);
+  g_l2_bytes = static_cast<int>(l2_bytes);
+  QuantizeJob real[kMaxJobs];
+  for (int64_t j = 0; j < count; ++j) {
+    const TestJob& t = jobs[j];
+    real[j] = {t.x,          static_cast<Real>(t.type),
+               t.rows,       t.cols,
+               t.row_stride, t.col_stride,
+               static_cast<Element>(t.format),
+               t.q_rows,     t.q_columns,
+               t.scale,      t.scale_given != 0,
+               t.column_sums, static_cast<Real>(t.sums_type)};
+  }
+  const QuantizePlan plan = plan_quantize(real, static_cast<int>(count), static_cast<int>(device));
+  std::vector<uint32_t> scratch(plan.scratch_bytes / 4 + 8, 0xffffffffu);
+  const auto aligned = (reinterpret_cast<uintptr_t>(scratch.data()) + 15) / 16 * 16;
+  quantize(plan, reinterpret_cast<void*>(aligned), nullptr);
+  return plan.step[0].fused ? -plan.steps : plan.steps;
+} catch (const std::exception& error) {
+  fprintf(stderr, "%s\n", error.what());
+  return 0;
+}
+
+}  // extern "C"
