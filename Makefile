@@ -10,6 +10,7 @@ TORCH ?= torch>=2.10
 VENV ?= .venv
 ARGS ?=
 CXX_FILES = $(wildcard csrc/*.h csrc/*.cuh csrc/*.cpp csrc/*.cu)
+TEST_CXX_FILES = $(wildcard tests/emulation/*)
 
 ifeq ($(VENV),none)
 PY := $(PYTHON)
@@ -86,13 +87,13 @@ $(VENV)/.tools: $(READY)
 lint: $(TOOLS)
 	$(BIN) ruff check .
 	$(BIN) ruff format --check .
-	$(if $(CXX_FILES),$(CLANG_FORMAT) --dry-run -Werror $(CXX_FILES))
+	$(if $(CXX_FILES),$(CLANG_FORMAT) --dry-run -Werror $(CXX_FILES) $(TEST_CXX_FILES))
 	$(BIN) mypy
 
 format: $(TOOLS)
 	$(BIN) ruff check --fix .
 	$(BIN) ruff format .
-	$(if $(CXX_FILES),$(CLANG_FORMAT) -i $(CXX_FILES))
+	$(if $(CXX_FILES),$(CLANG_FORMAT) -i $(CXX_FILES) $(TEST_CXX_FILES))
 
 clean:
 	rm -rf build dist src/*.egg-info src/narrowfloat/_C.*.so $(STATE)/.built

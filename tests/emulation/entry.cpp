@@ -34,7 +34,8 @@ struct TestJob {  // as test_kernels_emulated.py lays it out
   int64_t sums_type;
 };
 
-// Returns the number of launches that quantize, negative where the first measures too, 0 if it threw.
+// Returns the number of launches that quantize, negative where the first measures too, 0 if it
+// threw.
 int64_t run_quantize(const TestJob* jobs, int64_t count, int64_t device, int64_t multiprocessors,
                      int64_t l2_bytes) try {
   using namespace narrowfloat;
@@ -43,13 +44,19 @@ int64_t run_quantize(const TestJob* jobs, int64_t count, int64_t device, int64_t
   QuantizeJob real[kMaxJobs];
   for (int64_t j = 0; j < count; ++j) {
     const TestJob& t = jobs[j];
-    real[j] = {t.x,          static_cast<Real>(t.type),
-               t.rows,       t.cols,
-               t.row_stride, t.col_stride,
+    real[j] = {t.x,
+               static_cast<Real>(t.type),
+               t.rows,
+               t.cols,
+               t.row_stride,
+               t.col_stride,
                static_cast<Element>(t.format),
-               t.q_rows,     t.q_columns,
-               t.scale,      t.scale_given != 0,
-               t.column_sums, static_cast<Real>(t.sums_type)};
+               t.q_rows,
+               t.q_columns,
+               t.scale,
+               t.scale_given != 0,
+               t.column_sums,
+               static_cast<Real>(t.sums_type)};
   }
   const QuantizePlan plan = plan_quantize(real, static_cast<int>(count), static_cast<int>(device));
   std::vector<uint32_t> scratch(plan.scratch_bytes / 4 + 8, 0xffffffffu);
