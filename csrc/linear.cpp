@@ -36,8 +36,7 @@ void check_codes(const Tensor& q, int64_t rows, int64_t cols, Element element, c
 std::tuple<Tensor, Tensor, Tensor> linear_forward(const Tensor& x, const Tensor& w,
                                                   std::optional<Tensor> bias,
                                                   std::optional<Tensor> w_rows,
-                                                  std::optional<Tensor> w_scale, int64_t x_format,
-                                                  int64_t w_format, bool fast, bool save_x) {
+                                                  std::optional<Tensor> w_scale, int64_t settings) {
   constexpr const char* op = "linear";
   NF_CHECK(x.is_cuda(), op, ": expected ", w.is_cuda() ? "w" : "bias",
            " on cpu as x is, got cuda (move one of them)");
@@ -48,7 +47,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_forward(const Tensor& x, const Tensor&
   const int64_t m = xm.rows, k = xm.cols, n = w.size(0);
   NF_CHECK(w.size(1) == k, op, ": expected x [..., K] and w [N,K] with one K, got ", shape_of(x),
            " and ", shape_of(w), " (w is multiplied transposed)");
-  const Element x_element = element_of(x_format, op), w_element = element_of(w_format, op);
+  const auto [x_element, w_element, fast, save_x] = ForwardSettings(settings, op);
   const bool reused = w_rows.has_value() && w_scale.has_value();
   if (reused) {
     check_same_device(*w_rows, x, op, "w_rows");
@@ -102,14 +101,15 @@ std::tuple<Tensor, Tensor, Tensor> linear_forward(const Tensor& x, const Tensor&
 std::tuple<Tensor, Tensor, Tensor> linear_backward(
     const Tensor& dy, std::optional<Tensor> x_columns, std::optional<Tensor> scales,
     std::optional<Tensor> w, std::optional<Tensor> w_columns, std::optional<Tensor> w_scale,
-    int64_t in_features, int64_t dy_format, int64_t w_format, bool fast_dgrad, bool fast_wgrad,
-    bool need_dx, std::optional<ScalarType> dw_dtype, std::optional<ScalarType> db_dtype) {
+    int64_t in_features, int64_t settings) {
   constexpr const char* op = "linear_backward";
   const Launch on(dy, op, "dy");
   const Matrix dym(dy, op, "dy");
   const int64_t m = dym.rows, n = dym.cols, k = in_features;
-  const bool need_dw = dw_dtype.has_value(), need_db = db_dtype.has_value();
-  const Element dy_element = element_of(dy_format, op), w_element = element_of(w_format, op);
+  const BackwardSettings wanted(settings, op);
+  const bool need_dx = wanted.need_dx, need_dw = wanted.dw.has_value(),
+             need_db = wanted.db.has_value();
+  const Element dy_element = wanted.dy, w_element = wanted.w;
   const bool held = w_columns.has_value();
   const bool w_measured = scales && scales->numel() >= kScales;  // in the forward
 
@@ -140,8 +140,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
   const auto none = [&](ScalarType dtype) { return empty({0}, dtype, on.device); };
   Tensor dx =
       need_dx ? empty(with_last(dy, k), dy.scalar_type(), on.device) : none(dy.scalar_type());
-  Tensor dw = need_dw ? empty({n, k}, *dw_dtype, on.device) : none(dy.scalar_type());
-  Tensor db = need_db ? empty({n}, *db_dtype, on.device) : none(dy.scalar_type());
+  Tensor dw = need_dw ? empty({n, k}, dtype_of(*wanted.dw), on.device) : none(dy.scalar_type());
+  Tensor db = need_db ? empty({n}, dtype_of(*wanted.db), on.device) : none(dy.scalar_type());
 
   // scratch
   Scratch scratch;
@@ -157,7 +157,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
   Operand wgrad_b{nullptr, k, padded(m), x_element, x_scale};
   int64_t workspace_bytes = 0;
   if (need_dx) {
-    dgrad = Product(m, k, n, dym.type, fast_dgrad, scratch);
+    dgrad = Product(m, k, n, dym.type, wanted.fast_dgrad, scratch);
     if (held) {
       dgrad_b.q = w_columns->data_ptr();
       dgrad_b.scale = scales_of(*w_scale, kScale, dy, op, "w_scale");
@@ -165,7 +165,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
     workspace_bytes = dgrad.workspace(dgrad_a, dgrad_b, dx.data_ptr(), on);
   }
   if (need_dw) {
-    wgrad = Product(n, k, m, real_of(*dw_dtype, op, "dw_dtype"), fast_wgrad, scratch);
+    wgrad = Product(n, k, m, *wanted.dw, wanted.fast_wgrad, scratch);
     wgrad_b.q = x_columns->data_ptr();
     workspace_bytes =
         std::max(workspace_bytes, wgrad.workspace(wgrad_a, wgrad_b, dw.data_ptr(), on));
@@ -177,7 +177,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
                           need_dw ? kInScratch : nullptr, nullptr, !(need_dx || need_dw));
   if (need_db) {
     jobs[0].column_sums = db.data_ptr();
-    jobs[0].sums_type = real_of(*db_dtype, op, "db_dtype");
+    jobs[0].sums_type = *wanted.db;
   }
   if (wm) jobs[count++] = wm->job(w_element, nullptr, kInScratch, kInScratch, w_measured);
   const int64_t partials = scratch.add(plan_quantize(jobs, count, on.device).scratch_bytes);

@@ -16,9 +16,10 @@ ScalarType dtype_of(Element element) {
   return element == Element::e4m3 ? ScalarType::Float8_e4m3fn : ScalarType::Float8_e5m2;
 }
 
-Element element_of(int64_t format, const char* op) {
-  NF_CHECK(format == 0 || format == 1, op, ": expected format 0 (e4m3) or 1 (e5m2), got ", format);
-  return static_cast<Element>(format);
+ScalarType dtype_of(Real type) {
+  return type == Real::f32    ? ScalarType::Float
+         : type == Real::bf16 ? ScalarType::BFloat16
+                              : ScalarType::Half;
 }
 
 const char* dtype_name(ScalarType dtype) {

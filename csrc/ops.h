@@ -14,6 +14,7 @@
 
 #include "check.h"
 #include "quantize.h"
+#include "settings.h"
 
 namespace narrowfloat {
 
@@ -21,7 +22,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 ScalarType dtype_of(Element element);
-Element element_of(int64_t format, const char* op);
+ScalarType dtype_of(Real type);
 Element element_of(const Tensor& q, const char* op, const char* name);
 Real real_of(ScalarType dtype, const char* op, const char* name);
 
@@ -98,12 +99,10 @@ void scaled_mm_accumulate_op(Tensor out, const Tensor& a, const Tensor& b, const
 std::tuple<Tensor, Tensor, Tensor> linear_forward(const Tensor& x, const Tensor& w,
                                                   std::optional<Tensor> bias,
                                                   std::optional<Tensor> w_rows,
-                                                  std::optional<Tensor> w_scale, int64_t x_format,
-                                                  int64_t w_format, bool fast, bool save_x);
+                                                  std::optional<Tensor> w_scale, int64_t settings);
 std::tuple<Tensor, Tensor, Tensor> linear_backward(
     const Tensor& dy, std::optional<Tensor> x_columns, std::optional<Tensor> scales,
     std::optional<Tensor> w, std::optional<Tensor> w_columns, std::optional<Tensor> w_scale,
-    int64_t in_features, int64_t dy_format, int64_t w_format, bool fast_dgrad, bool fast_wgrad,
-    bool need_dx, std::optional<ScalarType> dw_dtype, std::optional<ScalarType> db_dtype);
+    int64_t in_features, int64_t settings);
 
 }  // namespace narrowfloat

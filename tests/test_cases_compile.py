@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import narrowfloat as nf
 from narrowfloat import ops
+from narrowfloat.settings import Backward, Forward
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = 0, 1
@@ -225,28 +226,30 @@ def cases_o74(device: str):
         k = x.shape[-1]
         w, bias = real(24, k), real(24)
         for save in (True, False):
-            args = (x, w, bias, None, None, E4M3, E4M3, True, save)
+            args = (x, w, bias, None, None, Forward(E4M3, E4M3, True, save).pack())
             yield f"forward {name}", ops.linear_forward, args
         rows, w_columns, scale = ops.quantize_op(w, E4M3, True, True)
-        held = (x, w.t().contiguous().t(), None, rows, scale, E4M3, E4M3, False, True)
+        settings = Forward(E4M3, E4M3, False, True).pack()
+        held = (x, w.t().contiguous().t(), None, rows, scale, settings)
         yield f"forward held {name}", ops.linear_forward, held
         dy = real(*x.shape[:-1], 24)
         _, x_columns, x_scale = ops.quantize_op(x, E4M3, False, True)
-        tail = (k, E5M2, E4M3, False, False)
         saved = (x_columns, x_scale)
-        for args in (
-            (dy, *saved, w, None, scale, *tail, True, F32, BF16),
-            (dy, *saved, None, w_columns, scale, *tail, True, BF16, None),
-            (dy, *saved, None, None, None, *tail, False, F32, None),
-            (dy, None, None, w, None, None, *tail, True, None, F32),
-            (dy, None, None, None, None, None, *tail, False, None, F32),
+        for tensors, wanted in (
+            ((dy, *saved, w, None, scale), (True, F32, BF16)),
+            ((dy, *saved, None, w_columns, scale), (True, BF16, None)),
+            ((dy, *saved, None, None, None), (False, F32, None)),
+            ((dy, None, None, w, None, None), (True, None, F32)),
+            ((dy, None, None, None, None, None), (False, None, F32)),
         ):
-            yield f"backward {name}", ops.linear_backward, args
+            settings = Backward(E5M2, E4M3, False, False, *wanted).pack()
+            yield f"backward {name}", ops.linear_backward, (*tensors, k, settings)
     yield "quantize given", ops.quantize_op, (xs["ragged"], E5M2, True, True, real(4, dtype=F32))
     dy = real(24, 32).t()
     _, x_columns, x_scale = ops.quantize_op(xs["plain"], E4M3, False, True)
-    args = (dy, x_columns, x_scale, real(24, 48), None, None, 48, E5M2, E4M3, False, False)
-    yield "backward transposed dy", ops.linear_backward, (*args, True, F32, F32)
+    settings = Backward(E5M2, E4M3, False, False, True, F32, F32).pack()
+    args = (dy, x_columns, x_scale, real(24, 48), None, None, 48, settings)
+    yield "backward transposed dy", ops.linear_backward, args
     one = torch.ones((), device=device)
     a, b = (ops.quantize_op(real(n, 64), E4M3, True, False)[0] for n in (16, 32))
     for dtype in (BF16, F16, F32):

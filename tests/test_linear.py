@@ -11,6 +11,7 @@ from torch import nn
 
 import narrowfloat as nf
 from narrowfloat import ops, reference
+from narrowfloat.settings import Backward, Forward
 
 E4M3, E5M2 = 0, 1
 SHAPES = [(1, 16, 16), (50, 64, 128), (33, 100, 72), (64, 767, 2), (128, 256, 24), (200, 520, 136)]
@@ -34,10 +35,9 @@ def test_operators_equal_reference(
     x, w, bias, dy = tensors(m, k, n, dtype, device)
     if layout == "columns":
         x, w, dy = (t.t().contiguous().t() for t in (x, w, dy))
-    got = ops.linear_forward(x, w, bias, None, None, E4M3, E4M3, False, True)
-    want = reference.linear_forward(
-        *(t.cpu() for t in (x, w, bias)), None, None, E4M3, E4M3, False, True
-    )
+    settings = Forward(E4M3, E4M3, False, True).pack()
+    got = ops.linear_forward(x, w, bias, None, None, settings)
+    want = reference.linear_forward(*(t.cpu() for t in (x, w, bias)), None, None, settings)
     exact = 2e-4 if device == "cuda" else 4e-6  # see test_scaled_mm.test_product
     rounding = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: exact}[dtype]
     assert relative_error(got[0].cpu(), want[0]) <= rounding
@@ -46,10 +46,10 @@ def test_operators_equal_reference(
     x_columns, scales = got[1:]
     for need_dx, need_dw, need_db in itertools.product((True, False), repeat=3):
         dtypes = (dtype if need_dw else None, dtype if need_db else None)
-        settings = (k, E5M2, E4M3, False, False, need_dx, *dtypes)
-        grads = ops.linear_backward(dy, x_columns, scales, w, None, None, *settings)
+        settings = Backward(E5M2, E4M3, False, False, need_dx, *dtypes).pack()
+        grads = ops.linear_backward(dy, x_columns, scales, w, None, None, k, settings)
         refs = reference.linear_backward(
-            dy.cpu(), x_columns.cpu(), scales.cpu(), w.cpu(), None, None, *settings
+            dy.cpu(), x_columns.cpu(), scales.cpu(), w.cpu(), None, None, k, settings
         )
         for g, r, needed, what in zip(
             grads, refs, (need_dx, need_dw, need_db), ("dx", "dw", "db"), strict=True
@@ -64,11 +64,13 @@ def test_operators_equal_reference(
 def test_held_weight_gives_the_same_bits(device: str) -> None:
     x, w, bias, dy = tensors(40, 136, 72, torch.bfloat16, device)
     rows, columns, scale = ops.quantize_op(w, E4M3, True, True)
-    y, xc, scales = ops.linear_forward(x, w, bias, None, None, E4M3, E4M3, True, True)
-    y2, _, scales2 = ops.linear_forward(x, w, bias, rows, scale, E4M3, E4M3, True, True)
+    settings = Forward(E4M3, E4M3, True, True).pack()
+    y, xc, scales = ops.linear_forward(x, w, bias, None, None, settings)
+    y2, _, scales2 = ops.linear_forward(x, w, bias, rows, scale, settings)
     assert_same_bits(y, y2)
     assert_same_bits(scales, torch.cat([scales2, scale]))
-    args = (136, E5M2, E4M3, False, False, True, torch.bfloat16, torch.bfloat16)
+    settings = Backward(E5M2, E4M3, False, False, True, torch.bfloat16, torch.bfloat16)
+    args = (136, settings.pack())
     fresh = ops.linear_backward(dy, xc, scales, w, None, None, *args)
     held = ops.linear_backward(dy, xc, scales2, None, columns, scale, *args)
     measured = ops.linear_backward(dy, xc, scales[:4], w, None, None, *args)
@@ -83,13 +85,14 @@ def test_held_weight_gives_the_same_bits(device: str) -> None:
 def test_two_tensors_in_one_launch(cuda: str, m: int, k: int, n: int, dtype: torch.dtype) -> None:
     """x and w, then dy and w, quantized by one launch each: the bytes of one tensor a launch."""
     x, w, _, dy = tensors(m, k, n, dtype, cuda)
-    y, x_columns, scales = ops.linear_forward(x, w, None, None, None, E4M3, E4M3, False, True)
+    settings = Forward(E4M3, E4M3, False, True).pack()
+    y, x_columns, scales = ops.linear_forward(x, w, None, None, None, settings)
     x_alone, w_alone = (reference.quantize(t, E4M3, True, True) for t in (x, w))
     assert torch.equal(x_columns.view(torch.uint8), x_alone[1].view(torch.uint8))
     assert torch.equal(scales, torch.cat([x_alone[2], w_alone[2]]))
-    held = ops.linear_forward(x, w, None, w_alone[0], w_alone[2], E4M3, E4M3, False, True)
+    held = ops.linear_forward(x, w, None, w_alone[0], w_alone[2], settings)
     assert torch.equal(held[0], y)
-    args = (k, E5M2, E4M3, False, False, True, dtype, torch.float32)
+    args = (k, Backward(E5M2, E4M3, False, False, True, dtype, torch.float32).pack())
     fresh = ops.linear_backward(dy, x_columns, scales, w, None, None, *args)
     apart = ops.linear_backward(dy, x_columns, scales, None, w_alone[1], w_alone[2], *args)
     for a, b in zip(fresh[:2], apart[:2], strict=True):
@@ -226,10 +229,10 @@ def test_out_of_memory_is_torchs(cuda: str, op: str) -> None:
         if op == "quantize":
             ops.quantize_op(x, 0, True, False)
         elif op == "linear_forward":
-            ops.linear_forward(x, x, None, None, None, 0, 0, True, False)
+            ops.linear_forward(x, x, None, None, None, Forward(0, 0).pack())
         elif op == "linear_backward":
-            args = (1 << 20, 1, 0, False, False, True, None, None)
-            ops.linear_backward(x, None, None, x, None, None, *args)
+            settings = Backward(1, 0, need_dx=True).pack()
+            ops.linear_backward(x, None, None, x, None, None, 1 << 20, settings)
         else:
             thin = torch.zeros(1 << 20, 16, device=cuda).to(torch.float8_e4m3fn)
             ops.scaled_mm(thin, thin, one, one)

@@ -91,7 +91,7 @@ def test_examples_run(device: str, monkeypatch: pytest.MonkeyPatch, capsys: Any)
     assert seen["loss"].isfinite()
     assert seen["y"].shape == seen["z"].shape == (32, 48)
     assert seen["error"] < 0.05
-    assert seen["layer"].recipe.forward_codes[2], "the recipe of the example is not fast"
+    assert seen["layer"].recipe.fprop.fast, "the recipe of the example is not fast"
 
 
 # ---- what it points to ----

@@ -10,6 +10,7 @@ import pytest
 
 import narrowfloat as nf
 from narrowfloat import recipe as recipes
+from narrowfloat.settings import Backward, Forward
 
 
 def test_defaults() -> None:
@@ -22,17 +23,17 @@ def test_defaults() -> None:
     assert nf.Gemm(accumulate="fast").fast
 
 
-def test_codes_are_what_the_operators_are_told() -> None:
-    assert nf.Recipe().forward_codes == (0, 0, False)
-    assert nf.Recipe().backward_codes == (1, 0, False, False)
+def test_settings_are_what_the_operators_are_told() -> None:
+    assert Forward.unpack(nf.Recipe().forward_settings) == Forward(0, 0, False, False)
+    assert Backward.unpack(nf.Recipe().backward_settings) == Backward(1, 0)
     other = nf.Recipe(
         "other",
         nf.Gemm("e5m2", "e4m3", "fast"),
         nf.Gemm("e4m3", "e4m3", "exact"),
         nf.Gemm("e4m3", "e5m2", "fast"),
     )
-    assert other.forward_codes == (1, 0, True)
-    assert other.backward_codes == (0, 0, False, True)
+    assert Forward.unpack(other.forward_settings) == Forward(1, 0, True)
+    assert Backward.unpack(other.backward_settings) == Backward(0, 0, False, True)
 
 
 def test_names() -> None:
@@ -63,11 +64,11 @@ def test_value_semantics() -> None:
     assert nf.Recipe() == nf.Recipe() and hash(nf.Recipe()) == hash(nf.Recipe())
     assert len({nf.Recipe(), nf.Recipe(), nf.Recipe("mine"), fast}) == 3
     replaced = dataclasses.replace(nf.Recipe(), fprop=nf.Gemm(accumulate="fast"))
-    assert replaced == fast and replaced.forward_codes == (0, 0, True)
+    assert replaced == fast and replaced.forward_settings == fast.forward_settings
     for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         assert twin == fast and hash(twin) == hash(fast)
-        assert twin.forward_codes == fast.forward_codes
-        assert twin.backward_codes == fast.backward_codes
+        assert twin.forward_settings == fast.forward_settings
+        assert twin.backward_settings == fast.backward_settings
     assert eval(repr(fast), vars(nf)) == fast
 
 

@@ -12,6 +12,7 @@ from . import recipe as recipes
 from .recipe import Recipe
 from .reference import check_quantizable
 from .reuse import Held
+from .settings import DB, DW, NEED_DX, SAVE_X
 
 
 class LinearFunction(torch.autograd.Function):
@@ -28,20 +29,21 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         w_rows, w_columns, w_scale = (None, None, None) if held is None else held
-        y, x_columns, scales = ops.linear_forward(
-            x, w, bias, w_rows, w_scale, *recipe.forward_codes, need_dw
-        )
+        settings = recipe.forward_settings | (SAVE_X if need_dw else 0)
+        y, x_columns, scales = ops.linear_forward(x, w, bias, w_rows, w_scale, settings)
         if need_dx:
             keep = (w, None, None) if held is None else (None, w_columns, w_scale)
         else:
             keep = (None, None, None)
         ctx.save_for_backward(x_columns if need_dw else None, scales, *keep)
+        need_db = need_db and bias is not None
+        ctx.in_features = w.shape[1]
+        ctx.needs = need_dx, need_dw, need_db
         ctx.settings = (
-            w.shape[1],
-            *recipe.backward_codes,
-            need_dx,
-            w.dtype if need_dw else None,
-            bias.dtype if need_db and bias is not None else None,
+            recipe.backward_settings
+            | (NEED_DX if need_dx else 0)
+            | (DW[w.dtype] if need_dw else 0)
+            | (DB[bias.dtype] if need_db else 0)  # type: ignore[union-attr]
         )
         return y
 
@@ -53,13 +55,12 @@ class LinearFunction(torch.autograd.Function):
                 "linear: expected to be differentiated once, got create_graph=True "
                 "(a quantized layer has no double backward)"
             )
-        settings = ctx.settings
-        dx, dw, db = ops.linear_backward(dy, *ctx.saved_tensors, *settings)
-        need_dx, dw_dtype, db_dtype = settings[-3:]
+        dx, dw, db = ops.linear_backward(dy, *ctx.saved_tensors, ctx.in_features, ctx.settings)
+        need_dx, need_dw, need_db = ctx.needs
         return (
             dx if need_dx else None,
-            dw if dw_dtype is not None else None,
-            db if db_dtype is not None else None,
+            dw if need_dw else None,
+            db if need_db else None,
             None,
             None,
         )
@@ -102,7 +103,7 @@ def linear(
         return _apply(x, w, bias, recipe, held)
     # A Function would not know that nothing is to be saved.
     w_rows, _, w_scale = (None, None, None) if held is None else held
-    return ops.linear_forward(x, w, bias, w_rows, w_scale, *recipe.forward_codes, False)[0]
+    return ops.linear_forward(x, w, bias, w_rows, w_scale, recipe.forward_settings)[0]
 
 
 def matmul(a: Tensor, b: Tensor, recipe: str | Recipe = "fp8") -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import _binary, formats, recipe, reference, support
 from .formats import BY_CODE, HIGH_PRECISION, padded
 from .reference import SCALE, check_linear, check_quantizable
+from .settings import Backward, Forward
 
 _library = torch.library.Library("narrowfloat", "DEF")
 
@@ -31,14 +32,13 @@ _SCHEMAS = {
     ),
     reference.linear_forward: (
         "linear_forward(Tensor x, Tensor w, Tensor? bias, Tensor? w_rows, Tensor? w_scale,"
-        " int x_format, int w_format, bool fast, bool save_x)"
+        " int settings)"
         " -> (Tensor y, Tensor x_columns, Tensor scales)"
     ),
     reference.linear_backward: (
         "linear_backward(Tensor dy, Tensor? x_columns, Tensor? scales, Tensor? w,"
-        " Tensor? w_columns, Tensor? w_scale, int in_features, int dy_format, int w_format,"
-        " bool fast_dgrad, bool fast_wgrad, bool need_dx, ScalarType? dw_dtype,"
-        " ScalarType? db_dtype) -> (Tensor dx, Tensor dw, Tensor db)"
+        " Tensor? w_columns, Tensor? w_scale, int in_features, int settings)"
+        " -> (Tensor dx, Tensor dw, Tensor db)"
     ),
 }
 for _kernel, _schema in _SCHEMAS.items():
@@ -111,12 +111,10 @@ def _linear_forward(
     bias: Tensor | None,
     w_rows: Tensor | None,
     w_scale: Tensor | None,
-    x_format: int,
-    w_format: int,
-    fast: bool,
-    save_x: bool,
+    settings: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_linear(x, w, bias, "linear")
+    x_format, _, _, save_x = Forward.unpack(settings)
     m, (n, k) = _rows_of(x), w.shape
     return (
         x.new_empty((*x.shape[:-1], n)),
@@ -134,14 +132,9 @@ def _linear_backward(
     w_columns: Tensor | None,
     w_scale: Tensor | None,
     in_features: int,
-    dy_format: int,
-    w_format: int,
-    fast_dgrad: bool,
-    fast_wgrad: bool,
-    need_dx: bool,
-    dw_dtype: torch.dtype | None,
-    db_dtype: torch.dtype | None,
+    settings: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    *_, need_dx, dw_dtype, db_dtype = Backward.unpack(settings)
     n = dy.shape[-1]
     return (
         dy.new_empty((*dy.shape[:-1], in_features) if need_dx else (0,)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from . import formats
+from .settings import Backward, Forward
 
 ACCUMULATE = ("fast", "exact")
 
@@ -59,10 +60,9 @@ class Recipe:
     dgrad: Gemm = Gemm("e5m2", "e4m3", "exact")
     wgrad: Gemm = Gemm("e5m2", "e4m3", "exact")
 
-    # what the operators are told, found once: (x format, w format, fast) and
-    # (dy format, w format, fast dgrad, fast wgrad)
-    forward_codes: tuple[int, int, bool] = field(init=False, repr=False, compare=False)
-    backward_codes: tuple[int, int, bool, bool] = field(init=False, repr=False, compare=False)
+    # what the operators are told, found once: packed Forward and Backward, without what is wanted
+    forward_settings: int = field(init=False, repr=False, compare=False)
+    backward_settings: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for what, first, second in (
@@ -76,8 +76,10 @@ class Recipe:
                     "(each operand is quantized once and used in both products)"
                 )
         x, w, dy = (formats.get(f).code for f in (self.fprop.a, self.fprop.b, self.dgrad.a))
-        object.__setattr__(self, "forward_codes", (x, w, self.fprop.fast))
-        object.__setattr__(self, "backward_codes", (dy, w, self.dgrad.fast, self.wgrad.fast))
+        forward = Forward(x, w, self.fprop.fast)
+        backward = Backward(dy, w, self.dgrad.fast, self.wgrad.fast)
+        object.__setattr__(self, "forward_settings", forward.pack())
+        object.__setattr__(self, "backward_settings", backward.pack())
 
     def __str__(self) -> str:
         return self.name

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .formats import BY_CODE, BY_DTYPE, HIGH_PRECISION, Format, padded
+from .settings import Backward, Forward
 
 # A tensor's scale in memory is (scale, multiplier, 0, 0): 16 bytes, as cuBLASLt wants it aligned.
 # linear_forward returns x's, then w's.
@@ -170,17 +171,16 @@ def linear_forward(
     bias: Tensor | None,
     w_rows: Tensor | None,
     w_scale: Tensor | None,
-    x_format: int,
-    w_format: int,
-    fast: bool,
-    save_x: bool,
+    settings: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [..., N] = x [..., K] w [N,K]^T + bias, operands quantized per tensor.
 
-    w_rows, w_scale: a weight that is quantized already. Returns (y, x's transposed codes if save_x
-    else empty, x's scales [4] and, unless it came quantized, w's after them [8]).
+    w_rows, w_scale: a weight that is quantized already; settings: a packed Forward. Returns (y,
+    x's transposed codes if save_x else empty, x's scales [4] and, unless it came quantized, w's
+    after them [8]).
     """
     check_linear(x, w, bias, "linear")
+    x_format, w_format, fast, save_x = Forward.unpack(settings)
     n, k = w.shape
     m = as_rows(x).shape[0]
     x_rows, x_columns, x_scale = quantize(x, x_format, True, save_x)
@@ -200,15 +200,10 @@ def linear_backward(
     w_columns: Tensor | None,
     w_scale: Tensor | None,
     in_features: int,
-    dy_format: int,
-    w_format: int,
-    fast_dgrad: bool,
-    fast_wgrad: bool,
-    need_dx: bool,
-    dw_dtype: torch.dtype | None,
-    db_dtype: torch.dtype | None,
+    settings: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx [..., K], dw [N,K], db [N]) of linear_forward, each empty where not asked for.
+    """(dx [..., K], dw [N,K], db [N]) of linear_forward, each empty where the settings, a packed
+    Backward, do not ask for it.
 
     scales: those of linear_forward; with x's alone, [4], w is measured anew. dx needs w, or
     w_columns and w_scale, its transposed codes. dw needs x_columns. db sums dy unquantized.
@@ -220,6 +215,9 @@ def linear_backward(
                 f"linear_backward: expected {name} on {dy.device} as dy is, got {t.device} "
                 "(move it there)"
             )
+    dy_format, w_format, fast_dgrad, fast_wgrad, need_dx, dw_dtype, db_dtype = Backward.unpack(
+        settings
+    )
     k, n = in_features, dy.shape[-1]
     dy2 = as_rows(dy)
     m = dy2.shape[0]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import _binary, ops
+from . import _binary, formats, ops
 from .recipe import Recipe
 
 
@@ -50,7 +50,8 @@ class WeightCache:
         with torch.inference_mode(False), torch.no_grad():
             # The alias keeps the address from being given to other memory while the key names it.
             alias = w.detach()
-            held = Held(*ops.quantize_op(alias, recipe.forward_codes[1], True, True))
+            code = formats.FORMATS[recipe.fprop.b].code
+            held = Held(*ops.quantize_op(alias, code, True, True))
         self._held[id(w)] = (w, key, alias, held)
         return held
 

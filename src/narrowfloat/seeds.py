@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import ops, recipe, support
+from . import formats, ops, recipe, support
 from .autograd import linear
 from .reference import check_linear, check_quantizable
+from .settings import Backward
 
 _FP8 = recipe.RECIPES["fp8"]
 
@@ -69,9 +70,15 @@ def fp8_linear_backward(
     support.require(_FP8, x.device)
     need_dx, need_dw, need_db = masks
     x_columns = x_scale = None
+    kind = _FP8.fprop.a
+    wanted = Backward.unpack(_FP8.backward_settings)._replace(
+        need_dx=need_dx,
+        dw_dtype=x.dtype if need_dw else None,
+        db_dtype=x.dtype if need_db else None,
+    )
     with torch.no_grad():
         if need_dw:
-            _, x_columns, x_scale = ops.quantize_op(x, _FP8.forward_codes[0], False, True)
+            _, x_columns, x_scale = ops.quantize_op(x, formats.FORMATS[kind].code, False, True)
         dx, dw, db = ops.linear_backward(
             g.to(x.dtype),
             x_columns,
@@ -80,9 +87,6 @@ def fp8_linear_backward(
             None,
             None,
             w.shape[1],
-            *_FP8.backward_codes,
-            need_dx,
-            x.dtype if need_dw else None,
-            x.dtype if need_db else None,
+            wanted.pack(),
         )
     return (dx if need_dx else None, dw if need_dw else None, db if need_db else None)

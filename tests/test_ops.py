@@ -1,0 +1,44 @@
+"""Decides that the operators' schemas are what the compiled kernels take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import narrowfloat as nf
+from narrowfloat import ops
+from narrowfloat.settings import Backward, Forward
+
+
+def calls() -> dict[str, tuple]:
+    x, w = torch.randn(16, 32), torch.randn(48, 32)
+    q, columns, scale = ops.quantize_op(x, 0, True, True)
+    w_rows, w_columns, w_scale = ops.quantize_op(w, 0, True, True)
+    forward, backward = Forward(0, 0, False, True), Backward(1, 0, False, False, True, x.dtype)
+    dy = torch.randn(16, 48)
+    return {
+        "quantize": (ops.quantize_op, (x, 0, True, True, scale)),
+        "scaled_mm": (ops.scaled_mm_op, (q, w_rows, scale, w_scale, None, torch.float32, False)),
+        "scaled_mm_accumulate_": (
+            ops.scaled_mm_accumulate_op,
+            (torch.zeros(16, 48), q, w_rows, scale, w_scale, False),
+        ),
+        "linear_forward": (ops.linear_forward, (x, w, w[:, 0], w_rows, w_scale, forward.pack())),
+        "linear_backward": (
+            ops.linear_backward,
+            (dy, columns, scale, w, w_columns, w_scale, 32, backward.pack()),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_the_compiled_kernel_takes_the_schema(name: str) -> None:
+    """The CUDA kernel, called past the dispatcher with tensors of the CPU, unpacks its arguments,
+    their number and types included, and refuses the device by name: no GPU is needed to see a
+    schema in ops.py and a signature in csrc that have parted."""
+    if nf._binary.module is None:
+        pytest.skip(f"no binary: {nf._binary.problem}")
+    op, arguments = calls()[name]
+    op(*arguments)  # the CPU's own kernel takes them
+    with pytest.raises(ValueError, match=r"expected .* on (the CUDA|cpu)"):
+        op._op_dk(torch._C.DispatchKey.CUDA, *arguments)

@@ -1,0 +1,54 @@
+"""Decides that what Python packs into one integer is what it and C++ read from it."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import re
+
+import torch
+
+from narrowfloat import settings
+from narrowfloat.settings import Backward, Forward
+
+HEADER = pathlib.Path(__file__).parents[1] / "csrc" / "settings.h"
+
+
+def test_every_choice_comes_back() -> None:
+    flags = (False, True)
+    for choice in itertools.product((0, 1), (0, 1), flags, flags):
+        assert Forward.unpack(Forward(*choice).pack()) == Forward(*choice)
+    dtypes = (None, torch.float32, torch.bfloat16, torch.float16)
+    choices = itertools.product((0, 1), (0, 1), flags, flags, flags, dtypes, dtypes)
+    packed = {Backward(*choice).pack(): Backward(*choice) for choice in choices}
+    assert len(packed) == 4 * 8 * 16
+    assert all(Backward.unpack(bits) == choice for bits, choice in packed.items())
+
+
+def test_a_packed_choice_is_the_sum_of_its_bits() -> None:
+    """What autograd.py adds to a recipe's bits is what pack() would have put there."""
+    base = Backward(1, 0, True, False)
+    whole = base._replace(need_dx=True, dw_dtype=torch.float32, db_dtype=torch.float16)
+    added = settings.NEED_DX | settings.DW[torch.float32] | settings.DB[torch.float16]
+    assert base.pack() | added == whole.pack()
+    assert Forward(0, 1).pack() | settings.SAVE_X == Forward(0, 1, save_x=True).pack()
+
+
+def test_the_header_has_the_same_bits() -> None:
+    text = HEADER.read_text()
+
+    def constant(name: str) -> int:
+        found = re.search(rf"\b{name} = (\d+)( << (\d+))?[,;]", text)
+        assert found, name
+        return int(found[1]) << int(found[3] or 0)
+
+    assert constant("kFast") == settings.FAST and constant("kFastWgrad") == settings.FAST_WGRAD
+    assert constant("kSaveX") == settings.SAVE_X and constant("kNeedDx") == settings.NEED_DX
+    assert constant("kDwShift") == settings.DW_SHIFT and constant("kDbShift") == settings.DB_SHIFT
+    assert constant("kFormatBits") == constant("kTypeBits") == 15
+    assert constant("kWFormatShift") == 4
+    reals = re.search(
+        r"enum class Real : int \{ (.*?) \}", (HEADER.parent / "quantize.h").read_text()
+    )
+    assert reals and reals[1] == "f32 = 0, bf16 = 1, f16 = 2"
+    assert settings.DTYPES == (torch.float32, torch.bfloat16, torch.float16)
