@@ -2,6 +2,8 @@
 #include <cuda_runtime.h>
 #include <pybind11/pybind11.h>
 
+#include <utility>
+
 #include "check.h"
 #include "cublaslt.h"
 
@@ -30,6 +32,12 @@ py::dict plan_cache() {
   return result;
 }
 
+// (kind, text) of the error that the calling thread threw last; it is then forgotten.
+py::tuple take_error() {
+  const narrowfloat::LastError error = std::exchange(narrowfloat::last_error, {});
+  return py::make_tuple(static_cast<int>(error.kind), error.text);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -42,6 +50,8 @@ PYBIND11_MODULE(_C, m) {
       "The oldest torch it runs on, a byte a part: 0x020a... is 2.10.");
   m.def("plan_cache", &plan_cache,
         "Products that found a cached plan (hits) or made one (misses).");
+  m.def("take_error", &take_error,
+        "(kind, text) of this thread's last error: 1 ValueError, 2 TypeError, 3 OutOfMemoryError.");
   m.def("capture_id", &capture_id, py::arg("stream"),
         "Of the capture that the raw stream is in, 0 if it is in none.");
 }

@@ -55,12 +55,20 @@ std::string shape_of(const Tensor& t) {
   return text + (t.dim() == 1 ? ",)" : ")");
 }
 
+namespace {
+
+[[noreturn]] void throw_type_error(const std::string& text) {
+  last_error = {ErrorKind::type, text};
+  throw pybind11::type_error(text);
+}
+
+}  // namespace
+
 Element element_of(const Tensor& q, const char* op, const char* name) {
   if (q.scalar_type() == ScalarType::Float8_e4m3fn) return Element::e4m3;
   if (q.scalar_type() == ScalarType::Float8_e5m2) return Element::e5m2;
-  throw pybind11::type_error(message(op, ": expected ", name,
-                                     " in float8_e4m3fn or float8_e5m2, got ",
-                                     dtype_name(q.scalar_type()), " (quantize it first)"));
+  throw_type_error(message(op, ": expected ", name, " in float8_e4m3fn or float8_e5m2, got ",
+                           dtype_name(q.scalar_type()), " (quantize it first)"));
 }
 
 Real real_of(ScalarType dtype, const char* op, const char* name) {
@@ -72,9 +80,8 @@ Real real_of(ScalarType dtype, const char* op, const char* name) {
     case ScalarType::Half:
       return Real::f16;
     default:
-      throw pybind11::type_error(message(op, ": expected ", name,
-                                         " in float32, bfloat16 or float16, got ",
-                                         dtype_name(dtype), " (convert it first)"));
+      throw_type_error(message(op, ": expected ", name, " in float32, bfloat16 or float16, got ",
+                               dtype_name(dtype), " (convert it first)"));
   }
 }
 
@@ -118,6 +125,7 @@ namespace {
   const std::string text =
       message("CUDA out of memory. narrowfloat tried to allocate ", bytes,
               " bytes on cuda:", device, "; the device has ", free, " of ", total, " bytes free");
+  last_error = {ErrorKind::out_of_memory, text};
   PyErr_SetString(type.ptr(), text.c_str());
   throw pybind11::error_already_set();
 }

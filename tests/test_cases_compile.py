@@ -303,7 +303,7 @@ def test_o74_opcheck(device, op):
             checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
             if not any(isinstance(a, Tensor) and a.element_size() == 1 for a in args):
                 checks.append("test_schema")  # torch cannot compare FP8 inputs: the test above does
-            torch.library.opcheck(overload, args, test_utils=checks)
+            torch.library.opcheck(overload.overload, args, test_utils=checks)
     assert seen == OPCHECKED[op]
 
 

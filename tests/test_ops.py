@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
@@ -40,5 +42,37 @@ def test_the_compiled_kernel_takes_the_schema(name: str) -> None:
         pytest.skip(f"no binary: {nf._binary.problem}")
     op, arguments = calls()[name]
     op(*arguments)  # the CPU's own kernel takes them
-    with pytest.raises(ValueError, match=r"expected .* on (the CUDA|cpu)"):
-        op._op_dk(torch._C.DispatchKey.CUDA, *arguments)
+    for given in (arguments, (torch.ones(3), *arguments[1:])):
+        with pytest.raises(ValueError, match=r"expected .* on (the CUDA|cpu)"):
+            on_cuda(op)(*given)
+
+
+def on_cuda(op: ops.Operator) -> ops.Operator:
+    """op, calling its CUDA kernel whatever the tensors' device."""
+    key = torch._C.DispatchKey.CUDA
+    return ops.Operator(lambda *arguments: op.overload._op_dk(key, *arguments))
+
+
+def test_errors_have_their_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever torch makes of an exception, and never an older one's."""
+    thrown: list[tuple[int, str]] = []
+
+    def operator(error: Exception) -> ops.Operator:
+        def fails() -> None:
+            raise error
+
+        return ops.Operator(fails)
+
+    module = types.SimpleNamespace(take_error=lambda: thrown.pop() if thrown else (0, ""))
+    monkeypatch.setattr(nf._binary, "module", module)
+    for kind, expected in enumerate((RuntimeError, ValueError, TypeError, torch.OutOfMemoryError)):
+        thrown[:] = [(kind, "what came")]
+        with pytest.raises(expected, match="what came") as caught:
+            operator(RuntimeError("torch says: what came"))()
+        assert caught.type is expected
+    thrown[:] = [(1, "what came before")]
+    with pytest.raises(RuntimeError, match="something else") as other:
+        operator(RuntimeError("something else"))()
+    assert other.type is RuntimeError
+    with pytest.raises(KeyError):
+        operator(KeyError("as it is"))()

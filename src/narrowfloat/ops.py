@@ -5,7 +5,7 @@ The CUDA implementations register from csrc/ops.cpp, the CPU's are reference.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,12 +54,32 @@ if _binary.problem is not None:  # a CUDA tensor gets the reason, in compiled co
     for _kernel in _SCHEMAS:
         _library.impl(_kernel.__name__, _no_binary, "CUDA")
 
+_ERRORS = (RuntimeError, ValueError, TypeError, torch.OutOfMemoryError)  # csrc/check.h: ErrorKind
+
+
+class Operator:
+    """An operator whose errors have their types: from torch 2.15 on whatever a compiled kernel
+    throws arrives as a RuntimeError with its text."""
+
+    def __init__(self, overload: Any) -> None:
+        self.overload = overload  # as torch.library.opcheck wants it
+
+    def __call__(self, *arguments: Any) -> Any:
+        try:
+            return self.overload(*arguments)
+        except RuntimeError as error:
+            kind, text = (0, "") if _binary.module is None else _binary.module.take_error()
+            if kind == 0 or text not in str(error) or isinstance(error, _ERRORS[kind]):
+                raise
+            raise _ERRORS[kind](text) from error
+
+
 _ops = torch.ops.narrowfloat
-quantize_op = _ops.quantize.default
-scaled_mm_op = _ops.scaled_mm.default
-scaled_mm_accumulate_op = _ops.scaled_mm_accumulate_.default
-linear_forward = _ops.linear_forward.default
-linear_backward = _ops.linear_backward.default
+quantize_op = Operator(_ops.quantize.default)
+scaled_mm_op = Operator(_ops.scaled_mm.default)
+scaled_mm_accumulate_op = Operator(_ops.scaled_mm_accumulate_.default)
+linear_forward = Operator(_ops.linear_forward.default)
+linear_backward = Operator(_ops.linear_backward.default)
 
 
 def _rows_of(x: Tensor) -> int:  # a SymInt while shapes are traced
