@@ -146,7 +146,6 @@ JobParams params_of(const QuantizeJob& job, int rows) {
   p.x = job.x;
   p.rows = job.rows, p.cols = job.cols;
   p.row_stride = job.row_stride, p.col_stride = job.col_stride;
-  p.row_tiles = static_cast<uint32_t>(ceil_div(job.rows, rows));
   p.col_tiles = static_cast<uint32_t>(ceil_div(job.cols, kTileCols));
   p.q_rows = job.q_rows, p.q_columns = job.q_columns;
   p.q_rows_ld = padded(job.cols), p.q_columns_ld = padded(job.rows);

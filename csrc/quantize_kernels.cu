@@ -1,5 +1,4 @@
-// Decides how a tensor becomes FP8 on the device: one pass that measures, one that writes both
-// copies.
+// Decides how a tensor becomes FP8 on the device: both copies in one pass, its amax before it.
 #include <cooperative_groups.h>
 
 #include "check.h"
@@ -228,8 +227,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #pragma unroll 1
     for (int j = 0; j < p.count; ++j) {
       const JobParams& job = p.job[j];
-      if (job.scale_given) {  // nothing to measure: only fetch what a block without a tile will
-                              // write
+      if (job.scale_given) {
+        // Nothing to measure: a block that has no tile yet fetches the first one it will write.
         const uint32_t first = first_tile(job);
         if (!held && first < job.tiles) {
           const uint32_t last = first + (job.tiles - 1 - first) / gridDim.x * gridDim.x;

@@ -1,5 +1,4 @@
-// Decides what the quantizing kernels are told: the structs that quantize.cpp fills for
-// quantize.cu.
+// Decides what the quantizing kernels are told: the structs that quantize.cpp fills for them.
 #pragma once
 
 #include "quantize.h"
@@ -14,7 +13,7 @@ constexpr int kBlocksPerSm = 4;  // resident at once; bounds registers to 64 a t
 struct JobParams {
   const void* x;
   int64_t rows, cols, row_stride, col_stride;
-  uint32_t row_tiles, col_tiles;
+  uint32_t col_tiles;
   uint8_t* q_rows;
   uint8_t* q_columns;
   int64_t q_rows_ld, q_columns_ld;  // padded(cols), padded(rows)

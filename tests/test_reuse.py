@@ -391,9 +391,6 @@ def test_copies_and_pickles_carry_nothing(device, quantized):
                 twin[0].weight.neg_()
             assert_all_same(step(twin, x), inside)
         assert len(quantized) == 2
-        cache = copy.deepcopy(model[0].weight_cache)
-        assert cache._held == {} and cache.open == 0
-        assert pickle.loads(pickle.dumps(model[0].weight_cache))._held == {}
     assert size == len(pickle.dumps(model))
     # a twin made inside may be given a context of its own
     with nf.reuse_weights(twins[0]):

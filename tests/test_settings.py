@@ -9,6 +9,7 @@ import re
 import torch
 
 from narrowfloat import settings
+from narrowfloat.formats import HIGH_PRECISION
 from narrowfloat.settings import Backward, Forward
 
 HEADER = pathlib.Path(__file__).parents[1] / "csrc" / "settings.h"
@@ -51,4 +52,4 @@ def test_the_header_has_the_same_bits() -> None:
         r"enum class Real : int \{ (.*?) \}", (HEADER.parent / "quantize.h").read_text()
     )
     assert reals and reals[1] == "f32 = 0, bf16 = 1, f16 = 2"
-    assert settings.DTYPES == (torch.float32, torch.bfloat16, torch.float16)
+    assert HIGH_PRECISION == (torch.float32, torch.bfloat16, torch.float16)

@@ -38,7 +38,7 @@ def start(name: str, arguments: list[str], before: list[str]) -> subprocess.Pope
     return subprocess.Popen(
         [*command, f"--junitxml={xml_of(name)}", *arguments],
         cwd=ROOT,
-        stdout=subprocess.PIPE,
+        stdout=log_of(name).open("w"),  # no pipe: one that nobody reads yet would fill and block
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,  # a sanitizer's child ends with it
@@ -49,13 +49,23 @@ def xml_of(name: str) -> Path:
     return ROOT / f".gpu_tests_{name}.xml"
 
 
+def log_of(name: str) -> Path:
+    return ROOT / f".gpu_tests_{name}.log"
+
+
 def finish(name: str, run: subprocess.Popen[str], begun: float, limit: float | None) -> Outcome:
     try:
-        output = run.communicate(timeout=limit)[0]
+        run.wait(timeout=limit)
+        stopped = ""
     except subprocess.TimeoutExpired:
         os.killpg(run.pid, signal.SIGKILL)
-        output = run.communicate()[0] + f"\nstopped after {limit} s"
+        run.wait()
+        stopped = f"\nstopped after {limit} s"
+    output = log_of(name).read_text() + stopped
+    log_of(name).unlink()
     summary: dict[str, object] = {"seconds": round(time.time() - begun, 1)}
+    if stopped:
+        summary["stopped"] = True
     if xml_of(name).exists():
         suite = next(ET.parse(xml_of(name)).getroot().iter("testsuite"))
         total, failed, skipped = (
@@ -64,6 +74,10 @@ def finish(name: str, run: subprocess.Popen[str], begun: float, limit: float | N
             int(suite.get("skipped", 0)),
         )
         summary |= {"passed": total - failed - skipped, "failed": failed, "skipped": skipped}
+        # by name in the summary itself: the printed output may be lost with a lent machine
+        bad = [c for c in suite.iter("testcase") if {e.tag for e in c} & {"failure", "error"}]
+        if bad:
+            summary["failures"] = [f"{c.get('classname')}::{c.get('name')}" for c in bad]
         reasons = {e.get("message") for e in suite.iter("skipped")}
         if reasons:
             summary["skip_reasons"] = sorted(str(r) for r in reasons)

@@ -66,8 +66,8 @@ class LinearFunction(torch.autograd.Function):
         )
 
 
-# What Function.apply calls once it has looked for functorch's transforms, which costs the host as
-# much as two allocations.
+# What Function.apply calls once it has looked for functorch's transforms; the look alone is 3 of
+# the 8 us that an empty function costs (benchmarks/results/cpu).
 _apply = super(torch.autograd.Function, LinearFunction).apply
 
 

@@ -11,21 +11,20 @@ class Format(NamedTuple):
     """One row of the table of formats (IEEE-like layouts of the OCP 8-bit specification, 2023)."""
 
     name: str
-    code: int  # how operators and csrc name the element; numerics.cuh holds the same numbers
+    code: int  # how operators and csrc name the element; quantize.h holds the same numbers
     dtype: torch.dtype
     max: float  # largest finite value; larger ones saturate to it
-    bits: int
     nan: int  # the one byte that a NaN becomes, whatever its sign
 
 
-E4M3 = Format("e4m3", 0, torch.float8_e4m3fn, 448.0, 8, 0x7F)
-E5M2 = Format("e5m2", 1, torch.float8_e5m2, 57344.0, 8, 0x7F)
+E4M3 = Format("e4m3", 0, torch.float8_e4m3fn, 448.0, 0x7F)
+E5M2 = Format("e5m2", 1, torch.float8_e5m2, 57344.0, 0x7F)
 
 FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2)}
 BY_CODE: dict[int, Format] = {f.code: f for f in FORMATS.values()}
 BY_DTYPE: dict[torch.dtype, Format] = {f.dtype: f for f in FORMATS.values()}
 
-# dtypes that are quantized, and that a GEMM writes
+# dtypes that are quantized, and that a GEMM writes; in the order of quantize.h's Real
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 # cuBLASLt wants FP8 pointers, leading dimensions and contracted sizes on 16 bytes (its manual,

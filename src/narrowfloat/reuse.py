@@ -27,8 +27,8 @@ class Held(NamedTuple):
 
 
 class WeightCache:
-    """The quantized weights of one reuse_weights() context. Copies and pickles of it are empty
-    (a module copied inside the context shares nothing with its original)."""
+    """The quantized weights of one reuse_weights() context. Linear leaves it out of copies and
+    pickles of itself."""
 
     def __init__(self) -> None:
         self.open = 0  # contexts entered and not left
@@ -57,12 +57,6 @@ class WeightCache:
 
     def drop(self) -> None:
         self._held.clear()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
-        return WeightCache()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (WeightCache, ())
 
 
 def _stream_and_capture(w: Tensor) -> tuple[int, int]:

@@ -70,7 +70,6 @@ def fp8_linear_backward(
     support.require(_FP8, x.device)
     need_dx, need_dw, need_db = masks
     x_columns = x_scale = None
-    kind = _FP8.fprop.a
     wanted = Backward.unpack(_FP8.backward_settings)._replace(
         need_dx=need_dx,
         dw_dtype=x.dtype if need_dw else None,
@@ -78,7 +77,9 @@ def fp8_linear_backward(
     )
     with torch.no_grad():
         if need_dw:
-            _, x_columns, x_scale = ops.quantize_op(x, formats.FORMATS[kind].code, False, True)
+            _, x_columns, x_scale = ops.quantize_op(
+                x, formats.FORMATS[_FP8.wgrad.b].code, False, True
+            )
         dx, dw, db = ops.linear_backward(
             g.to(x.dtype),
             x_columns,
