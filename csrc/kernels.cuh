@@ -53,6 +53,20 @@ __device__ inline uint32_t block_max(uint32_t bits, uint32_t* shared) {
   return __reduce_max_sync(0xffffffffu, bits);
 }
 
+// The launch that follows in the stream may start before this one has ended, if it asks to.
+__device__ inline void let_next_launch_start() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+// In such a launch: what the launch before has written is there.
+__device__ inline void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+
 template <typename F>
 void with_type(Real type, F&& f) {
   if (type == Real::f32) {

@@ -6,27 +6,32 @@
 namespace narrowfloat {
 namespace {
 
-// A block reads strips of 256 columns, its slice of every band of rows, the bands from first to
-// last: what the L2 cache still holds afterwards is the end of the matrix.
+// Up to two tensors, each with blocks of its own. A block reads strips of 256 columns, its slice of
+// every band of rows, the bands from first to last: what the L2 cache still holds afterwards is the
+// end of the matrix.
 template <typename T, bool kSums, bool kVectors>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    narrowfloat_measure(const __grid_constant__ JobParams job, int64_t slices) {
+    narrowfloat_measure(const __grid_constant__ MeasureParams p) {
+  let_next_launch_start();
   constexpr int kUnroll = 32 / Eight<T>::kWords;  // 128 bytes in flight a thread
   constexpr int kWarps = kThreads / 32;
   constexpr int kBand = kWarps * kUnroll;
   __shared__ uint32_t reduce[kWarps];
   __shared__ float sums[kSums ? kWarps : 1][kSums ? kStripCols : 1];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const bool second = static_cast<int>(blockIdx.x) >= p.job[0].blocks;
+  const MeasureJob& job = second ? p.job[1] : p.job[0];
+  const int block = static_cast<int>(blockIdx.x) - (second ? p.job[0].blocks : 0);
   const int64_t strips = (job.cols + kStripCols - 1) / kStripCols;
-  const int64_t strips_at_once = gridDim.x / slices;
-  const int64_t slice = blockIdx.x / strips_at_once;
+  const int64_t strips_at_once = job.blocks / job.slices;
+  const int64_t slice = block / strips_at_once;
   Amax<T> amax;
-  for (int64_t strip = blockIdx.x % strips_at_once; strip < strips && slice < slices;
+  for (int64_t strip = block % strips_at_once; strip < strips && slice < job.slices;
        strip += strips_at_once) {
     const int64_t c = strip * kStripCols + lane * 8, count = job.cols - c;
     const T* column = static_cast<const T*>(job.x) + c * job.col_stride;
     [[maybe_unused]] float sum[8] = {};
-    for (int64_t band = slice; band * kBand < job.rows; band += slices) {
+    for (int64_t band = slice; band * kBand < job.rows; band += job.slices) {
       Eight<T> v[kUnroll];
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
@@ -46,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         }
       }
     }
-    if constexpr (kSums) {
+    if (kSums && job.sum_partials) {
       __syncthreads();
 #pragma unroll
       for (int j = 0; j < 8; ++j) sums[warp][lane * 8 + j] = sum[j];
@@ -61,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     }
   }
   const uint32_t bits = block_max(amax.bits(), reduce);
-  if (threadIdx.x == 0 && job.amax_partials) job.amax_partials[blockIdx.x] = bits;
+  if (threadIdx.x == 0 && job.amax_partials) job.amax_partials[block] = bits;
 }
 
 // A block sums whole columns that lie contiguous in memory.
@@ -87,13 +92,13 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_measure(const JobParams& job, Real type, bool vectors, int blocks, int64_t slices,
-                    cudaStream_t stream) {
+void launch_measure(const MeasureParams& p, Real type, bool vectors, cudaStream_t stream) {
+  const int blocks = p.job[0].blocks + p.job[1].blocks;
   with_type(type, [&](auto t) {
-    with_bool(job.sum_partials != nullptr, [&](auto sums) {
+    with_bool(p.job[0].sum_partials || p.job[1].sum_partials, [&](auto sums) {
       with_bool(vectors, [&](auto v) {
         narrowfloat_measure<decltype(t), decltype(sums)::value, decltype(v)::value>
-            <<<blocks, kThreads, 0, stream>>>(job, slices);
+            <<<blocks, kThreads, 0, stream>>>(p);
       });
     });
   });

@@ -13,24 +13,28 @@ namespace {
 
 struct Device {
   int multiprocessors;
-  int64_t l2_bytes;
+  bool overlaps;     // a launch may start while the one before ends (from sm90 on)
+  bool cooperative;  // a resident grid may meet at a barrier
 };
+
+int attribute_of(cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  NF_CUDA(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
 
 // Read once a device; the values never change.
 Device device_of(int index) {
   constexpr int kMaxDevices = 64;
-  static std::array<std::atomic<int64_t>, kMaxDevices> l2{};
-  static std::array<std::atomic<int>, kMaxDevices> multiprocessors{};
+  static std::array<std::atomic<int>, kMaxDevices> majors{}, multiprocessors{}, cooperative{};
   NF_CHECK(index >= 0 && index < kMaxDevices, "quantize: expected a device below ", kMaxDevices,
            ", got ", index);
   if (multiprocessors[index] == 0) {
-    int bytes = 0, count = 0;
-    NF_CUDA(cudaDeviceGetAttribute(&bytes, cudaDevAttrL2CacheSize, index));
-    NF_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, index));
-    l2[index] = bytes;
-    multiprocessors[index] = count;
+    majors[index] = attribute_of(cudaDevAttrComputeCapabilityMajor, index);
+    cooperative[index] = attribute_of(cudaDevAttrCooperativeLaunch, index);
+    multiprocessors[index] = attribute_of(cudaDevAttrMultiProcessorCount, index);  // last: all set
   }
-  return {multiprocessors[index], l2[index]};
+  return {multiprocessors[index], majors[index] >= 9, cooperative[index] != 0};
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -73,14 +77,13 @@ int64_t resident_blocks(int device) {
   return int64_t{device_of(device).multiprocessors} * kBlocksPerSm;
 }
 
-// Tiles of 128 rows write the transposed copy in longer runs, tiles of 64 occupy more
-// multiprocessors; 64 rows of fp32 fill a thread's registers. A launch that measures holds one tile
-// a block in registers: 128 rows where that lets it hold all that 64 do not.
+// Tiles of 128 rows write the transposed copy in longer runs; tiles of 64 occupy more
+// multiprocessors, and the first is fetched before the maxima are known. 64 rows of fp32 fill a
+// thread's registers.
 int tile_rows(const QuantizePlan& plan, const QuantizeStep& step) {
+  if (step.small) return kRowsOfSmall;
   if (plan.job[step.first].type == Real::f32) return 64;
-  const int64_t resident = resident_blocks(plan.device), tiles = tiles_of(plan, step, 128);
-  if (step.fused) return tiles_of(plan, step, 64) > resident && tiles <= resident ? 128 : 64;
-  return tiles <= resident / 2 ? 64 : 128;
+  return tiles_of(plan, step, 128) <= resident_blocks(plan.device) * 3 / 2 ? 64 : 128;
 }
 
 int grid_for(int64_t tiles, int device) {
@@ -91,21 +94,6 @@ int grid_for(int64_t tiles, int device) {
 bool vectors(const QuantizeJob& job) {
   return job.col_stride == 1 && job.row_stride * size_of(job.type) % 16 == 0 && job.cols % 8 == 0 &&
          reinterpret_cast<uintptr_t>(job.x) % 16 == 0;
-}
-
-struct MeasureShape {
-  int blocks;
-  int64_t slices;
-};
-
-// As many blocks as the device holds, each a strip of columns and a slice of the bands of rows.
-MeasureShape measure_shape(const QuantizeJob& job, int device) {
-  const int64_t band = (job.type == Real::f32 ? 4 : 8) * (kThreads / 32);
-  const int64_t resident = resident_blocks(device);
-  const int64_t strips = std::clamp<int64_t>(ceil_div(job.cols, kStripCols), 1, resident);
-  const int64_t slices =
-      std::clamp<int64_t>(resident / strips, 1, std::max<int64_t>(ceil_div(job.rows, band), 1));
-  return {static_cast<int>(strips * slices), slices};
 }
 
 // Without sums the shape does not matter: a narrow contiguous matrix is read in full strips.
@@ -119,6 +107,36 @@ QuantizeJob widened(QuantizeJob job) {
   return job;
 }
 
+struct MeasureShape {
+  int blocks;
+  int64_t slices;
+};
+
+// Up to `most` blocks, each a strip of columns and a slice of the bands of rows.
+MeasureShape measure_shape(const QuantizeJob& job, int64_t most) {
+  const int64_t band = (job.type == Real::f32 ? 4 : 8) * (kThreads / 32);
+  const int64_t strips = std::clamp<int64_t>(ceil_div(job.cols, kStripCols), 1, most);
+  const int64_t slices =
+      std::clamp<int64_t>(most / strips, 1, std::max<int64_t>(ceil_div(job.rows, band), 1));
+  return {static_cast<int>(strips * slices), slices};
+}
+
+bool measures(const QuantizeJob& job) { return !job.scale_given || job.column_sums; }
+
+// What the device holds is shared among the tensors of a launch by their bytes.
+MeasureShape measure_shape(const QuantizePlan& plan, const QuantizeStep& step, int j) {
+  int64_t all = 0;
+  for (int i = step.first; i < step.first + step.count; ++i) {
+    if (measures(plan.job[i])) all += bytes_of(plan.job[i]);
+  }
+  const int64_t resident = resident_blocks(plan.device);
+  // in doubles, where the product cannot overflow
+  const double share =
+      all ? static_cast<double>(bytes_of(plan.job[j])) / static_cast<double>(all) : 1.;
+  const auto most = static_cast<int64_t>(static_cast<double>(resident) * share);
+  return measure_shape(widened(plan.job[j]), std::max<int64_t>(most, 1));
+}
+
 struct Partials {
   int amax_count = 0;
   int64_t sum_count = 0;
@@ -128,12 +146,11 @@ struct Partials {
 Partials partials_of(const QuantizePlan& plan, const QuantizeStep& step, int j) {
   const QuantizeJob& job = plan.job[j];
   Partials p;
-  if (step.fused) {
-    const int rows = tile_rows(plan, step);
-    if (!job.scale_given) p.amax_count = grid_for(tiles_of(plan, step, rows), plan.device);
-    if (job.column_sums) p.sum_count = ceil_div(job.rows, rows);
+  if (step.small) {
+    if (!job.scale_given) p.amax_count = static_cast<int>(tiles_of(job, kRowsOfSmall));
+    if (job.column_sums) p.sum_count = ceil_div(job.rows, kRowsOfSmall);
   } else {
-    const MeasureShape shape = measure_shape(widened(job), plan.device);
+    const MeasureShape shape = measure_shape(plan, step, j);
     if (!job.scale_given) p.amax_count = shape.blocks;
     if (job.column_sums) p.sum_count = shape.slices;
   }
@@ -141,7 +158,7 @@ Partials partials_of(const QuantizePlan& plan, const QuantizeStep& step, int j) 
   return p;
 }
 
-JobParams params_of(const QuantizeJob& job, int rows) {
+JobParams params_of(const QuantizeJob& job) {
   JobParams p{};
   p.x = job.x;
   p.rows = job.rows, p.cols = job.cols;
@@ -157,25 +174,47 @@ JobParams params_of(const QuantizeJob& job, int rows) {
   return p;
 }
 
-JobParams with_partials(const QuantizePlan& plan, const QuantizeStep& step, int j, int rows,
-                        void* scratch) {
-  JobParams params = params_of(plan.job[j], rows);
+struct PartialsAt {
+  uint32_t* amax;
+  float* sums;
+};
+
+PartialsAt partials_at(const QuantizePlan& plan, const QuantizeStep& step, int j, void* scratch) {
   const Partials p = partials_of(plan, step, j);
   char* here = static_cast<char*>(scratch) + plan.first_byte[j];
-  params.amax_partials = p.amax_count ? reinterpret_cast<uint32_t*>(here) : nullptr;
+  return {p.amax_count ? reinterpret_cast<uint32_t*>(here) : nullptr,
+          p.sum_count ? reinterpret_cast<float*>(here) + p.amax_count : nullptr};
+}
+
+JobParams with_partials(const QuantizePlan& plan, const QuantizeStep& step, int j, void* scratch) {
+  JobParams params = params_of(plan.job[j]);
+  const Partials p = partials_of(plan, step, j);
+  const PartialsAt at = partials_at(plan, step, j, scratch);
+  params.amax_partials = at.amax;
   params.amax_count = p.amax_count;
-  params.sum_partials = p.sum_count ? reinterpret_cast<float*>(here) + p.amax_count : nullptr;
+  params.sum_partials = at.sums;
   params.sum_count = p.sum_count;
   return params;
 }
 
-void measure(const QuantizePlan& plan, int j, const JobParams& params, cudaStream_t stream) {
-  const QuantizeJob job = widened(plan.job[j]);
-  const MeasureShape shape = measure_shape(job, plan.device);
-  JobParams p = params_of(job, kTileCols);
-  p.amax_partials = params.amax_partials;
-  p.sum_partials = params.sum_partials;
-  launch_measure(p, job.type, vectors(job), shape.blocks, shape.slices, stream);
+// One launch for all of the step's tensors that want measuring. Whether there was any.
+bool measure(const QuantizePlan& plan, const QuantizeStep& step, void* scratch,
+             cudaStream_t stream) {
+  MeasureParams params{};
+  bool any = false, vectors_of_all = true;
+  for (int i = 0; i < step.count; ++i) {
+    const int j = step.first + i;
+    if (!measures(plan.job[j])) continue;
+    const QuantizeJob job = widened(plan.job[j]);
+    const MeasureShape shape = measure_shape(plan, step, j);
+    const PartialsAt at = partials_at(plan, step, j, scratch);
+    params.job[i] = {job.x,   job.rows, job.cols,     job.row_stride, job.col_stride,
+                     at.amax, at.sums,  shape.slices, shape.blocks};
+    vectors_of_all &= vectors(job);
+    any = true;
+  }
+  if (any) launch_measure(params, plan.job[step.first].type, vectors_of_all, stream);
+  return any;
 }
 
 void run(const QuantizePlan& plan, const QuantizeStep& step, void* scratch, cudaStream_t stream) {
@@ -184,38 +223,48 @@ void run(const QuantizePlan& plan, const QuantizeStep& step, void* scratch, cuda
   const int grid = grid_for(tiles, plan.device);
   QuantizeParams params{};
   params.count = step.count;
-  bool scales_or_sums = false;
   int64_t before = 0;
   for (int i = 0; i < step.count; ++i) {
     const int j = step.first + i;
-    JobParams& job = params.job[i] = with_partials(plan, step, j, rows, scratch);
+    JobParams& job = params.job[i] = with_partials(plan, step, j, scratch);
     job.tiles = static_cast<uint32_t>(tiles_of(plan.job[j], rows));
     job.first_block = static_cast<uint32_t>((grid - before % grid) % grid);
     before += job.tiles;
-    scales_or_sums |= !plan.job[j].scale_given || plan.job[j].column_sums;
-    if ((job.amax_partials || job.sum_partials) && !step.fused) measure(plan, j, job, stream);
   }
-  if (tiles == 0 && !scales_or_sums) return;
   const QuantizeJob& first = plan.job[step.first];
-  launch_quantize(params, first.type, rows, step.fused, vectors(first), grid, stream);
+  if (step.small) {
+    launch_measure_and_quantize(params, first.type, vectors(first), stream);
+    return;
+  }
+  const bool measured = measure(plan, step, scratch, stream);
+  if (tiles == 0 && !measured) return;
+  launch_quantize(params, first.type, rows, measured && device_of(plan.device).overlaps,
+                  vectors(first), grid, stream);
 }
 
-// What the L2 cache keeps is not read again from memory by the launch that measured it. Beyond that
-// two launches are as fast, and do not wait for the whole device as a grid barrier must.
+// A launch costs the host more than the grid barrier costs the device as long as a block has one
+// tile. Beyond that two launches are faster, and do not wait for the whole device as a grid must.
+bool small(const QuantizePlan& plan, int first, int count) {
+  int64_t tiles = 0;
+  bool any_measured = false;
+  for (int j = first; j < first + count; ++j) {
+    const QuantizeJob& job = plan.job[j];
+    if (!writes(job) || (job.scale_given && job.column_sums)) return false;
+    tiles += tiles_of(job, kRowsOfSmall);
+    any_measured |= !job.scale_given;
+  }
+  return any_measured && tiles > 0 && tiles <= resident_blocks(plan.device) &&
+         device_of(plan.device).cooperative;
+}
+
+// Tensors of one type are quantized together: fewer launches, and their ends overlap.
 void choose_steps(QuantizePlan& plan) {
-  const int64_t fits = device_of(plan.device).l2_bytes * 2 / 3;
-  const auto fusible = [&](const QuantizeJob& job) {
-    return !job.scale_given && writes(job) && bytes_of(job) <= fits;
-  };
   const QuantizeJob &a = plan.job[0], &b = plan.job[1];
   if (plan.count == 2 && a.type == b.type && vectors(a) == vectors(b)) {
-    const bool small = writes(a) && writes(b) && bytes_of(a) + bytes_of(b) <= fits;
-    if (small ? fusible(a) || fusible(b) : !fusible(a) && !fusible(b)) {
-      plan.step[plan.steps++] = {0, 2, small};
-      return;
-    }
+    plan.step[plan.steps++] = {0, 2, small(plan, 0, 2)};
+    return;
   }
-  for (int j = 0; j < plan.count; ++j) plan.step[plan.steps++] = {j, 1, fusible(plan.job[j])};
+  for (int j = 0; j < plan.count; ++j) plan.step[plan.steps++] = {j, 1, small(plan, j, 1)};
 }
 
 }  // namespace
@@ -242,7 +291,7 @@ QuantizePlan plan_quantize(const QuantizeJob* jobs, int count, int device) {
 void quantize(const QuantizePlan& plan, void* scratch, cudaStream_t stream) {
   for (int j = 0; j < plan.count; ++j) {
     const QuantizeJob& job = plan.sums_job[j];
-    if (job.column_sums) launch_sums_of_contiguous(params_of(job, kTileCols), job.type, stream);
+    if (job.column_sums) launch_sums_of_contiguous(params_of(job), job.type, stream);
   }
   for (int s = 0; s < plan.steps; ++s) run(plan, plan.step[s], scratch, stream);
 }

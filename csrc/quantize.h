@@ -35,7 +35,7 @@ constexpr int kMaxJobs = 2;
 // One launch that quantizes, after one that measures where it does not do so itself.
 struct QuantizeStep {
   int first, count;  // jobs
-  bool fused;        // measures in the same launch
+  bool small;        // so small that it does
 };
 
 // How a call will run, decided before its scratch is allocated.

@@ -1,4 +1,4 @@
-// Decides how a tensor becomes FP8 on the device: both copies in one pass, its amax before it.
+// Decides how a tensor becomes FP8 on the device: both copies in one pass.
 #include <cooperative_groups.h>
 
 #include "check.h"
@@ -13,9 +13,9 @@ template <int kRows>
 struct Tile {
   int64_t r0, c0;
   int rows, cols, padded_rows, padded_cols;  // from r0, c0; at most the tile's, may be negative
-  uint32_t tile_row;
+  uint32_t index, tile_row;
 
-  __device__ Tile(const JobParams& job, uint32_t index) {
+  __device__ Tile(const JobParams& job, uint32_t i) : index(i) {
     tile_row = index / job.col_tiles;
     const uint32_t tile_col = index - tile_row * job.col_tiles;
     r0 = static_cast<int64_t>(tile_row) * kRows;
@@ -204,124 +204,153 @@ __device__ inline void resolve_scales(const QuantizeParams& p, float (&multiplie
   for (int j = 0; j < kMaxJobs; ++j) multiplier[j] = shared[j];
 }
 
-// The first of the job's tiles that this block owns; it owns every gridDim.x-th from there.
-__device__ inline uint32_t first_tile(const JobParams& job) {
-  const uint32_t tile = blockIdx.x + job.first_block;
-  return tile < gridDim.x ? tile : tile - gridDim.x;
+// The job's tiles that a block owns: every gridDim.x-th from the first.
+struct OwnTiles {
+  uint32_t first, count;
+
+  __device__ explicit OwnTiles(const JobParams& job) {
+    first = blockIdx.x + job.first_block;
+    if (first >= gridDim.x) first -= gridDim.x;
+    count = job.tiles > first ? (job.tiles - 1 - first) / gridDim.x + 1 : 0;
+  }
+
+  template <int kRows>
+  __device__ Tile<kRows> at(const JobParams& job, uint32_t i) const {
+    return Tile<kRows>(job, first + i * gridDim.x);
+  }
+};
+
+template <typename T, int kRows>
+__device__ inline void write_tile(const JobParams& job, const Tile<kRows>& tile,
+                                  const TileShare<T, kRows>& share, float multiplier,
+                                  uint32_t* shared) {
+  Codes<kRows> codes;
+  if (job.format == Element::e4m3) {
+    codes.template encode<Element::e4m3>(share, multiplier);
+  } else {
+    codes.template encode<Element::e5m2>(share, multiplier);
+  }
+  if (job.q_rows) write_rows(job, tile, codes);
+  if (job.q_columns) {
+    __syncthreads();  // the tile before has been read out of shared memory
+    write_columns(job, tile, codes, shared);
+  }
 }
 
-// Tiles of up to two tensors, spread over a persistent grid. With kMeasures the grid first takes
-// every amax, meets at a barrier, and then walks its tiles backwards: the last is still in its
-// registers, the ones before in L2.
-template <typename T, int kRows, bool kMeasures, bool kVectors>
+__device__ inline void write_column_sums(const JobParams& job) {
+  if (job.column_sums == nullptr) return;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t c = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; c < job.cols;
+       c += step) {
+    float total = 0.f;
+    for (int64_t i = 0; i < job.sum_count; ++i) total += job.sum_partials[i * job.cols + c];
+    store_real(job.column_sums, job.sums_type, c, total);
+  }
+}
+
+// Tiles of up to two tensors, spread over a persistent grid, from last to first: what was measured
+// last still lies in L2. While the launch that measures ends, a block fetches its first tile, as
+// far as registers go.
+template <typename T, int kRows, bool kVectors>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     narrowfloat_quantize(const __grid_constant__ QuantizeParams p) {
-  constexpr int kWords = kTileCols * kRows / 4;
-  constexpr int kSumWords = kMeasures ? kThreads / 32 * kTileCols : 0;
-  __shared__ uint32_t shared[kWords > kSumWords ? kWords : kSumWords];
+  constexpr bool kFetchesFirst = sizeof(T) * kRows <= 128;
+  __shared__ uint32_t shared[kTileCols * kRows / 4];
   TileShare<T, kRows> share;
-  [[maybe_unused]] int held_job = 0;
-  bool held = false;
-  if constexpr (kMeasures) {
-    __shared__ uint32_t reduce[kMaxJobs][kThreads / 32];
+  bool fetched = false;
+  if constexpr (kFetchesFirst) {
 #pragma unroll 1
-    for (int j = 0; j < p.count; ++j) {
-      const JobParams& job = p.job[j];
-      if (job.scale_given) {
-        // Nothing to measure: a block that has no tile yet fetches the first one it will write.
-        const uint32_t first = first_tile(job);
-        if (!held && first < job.tiles) {
-          const uint32_t last = first + (job.tiles - 1 - first) / gridDim.x * gridDim.x;
-          share.template load<kVectors>(job, Tile<kRows>(job, last));
-          held = true;
-          held_job = j;
-        }
-        continue;
-      }
-      Amax<T> amax;
-      for (uint32_t i = first_tile(job); i < job.tiles; i += gridDim.x) {
-        const Tile<kRows> tile(job, i);
-        share.template load<kVectors>(job, tile);
-        held = true;
-        held_job = j;
-#pragma unroll
-        for (int h = 0; h < TileShare<T, kRows>::kHalves; ++h) {
-#pragma unroll
-          for (int r = 0; r < 4; ++r) amax.add(share.v[h][r]);
-        }
-        if (job.sum_partials) sum_tile(job, tile, share, reinterpret_cast<float*>(shared));
-      }
-      const uint32_t bits = block_max(amax.bits(), reduce[j]);
-      if (threadIdx.x == 0) job.amax_partials[blockIdx.x] = bits;
+    for (int j = p.count - 1; j >= 0 && !fetched; --j) {
+      const OwnTiles own(p.job[j]);
+      if (own.count == 0) continue;
+      share.template load<kVectors>(p.job[j], own.at<kRows>(p.job[j], own.count - 1));
+      fetched = true;
     }
-    cooperative_groups::this_grid().sync();
   }
+  wait_for_launch_before();
   float multiplier[kMaxJobs];
   resolve_scales(p, multiplier);
 #pragma unroll 1
-  for (int s = 0; s < p.count; ++s) {
-    const int j = held_job ? p.count - 1 - s : s;  // first the job whose tile is in registers
+  for (int j = p.count - 1; j >= 0; --j) {
     const JobParams& job = p.job[j];
-    const float own_multiplier = j ? multiplier[1] : multiplier[0];
-    const uint32_t first = first_tile(job);
-    uint32_t own = job.tiles > first ? (job.tiles - 1 - first) / gridDim.x + 1 : 0;
-    while (own-- > 0) {
-      const Tile<kRows> tile(job, first + own * gridDim.x);
-      if (!held || j != held_job) share.template load<kVectors>(job, tile);
-      held = false;
-      Codes<kRows> codes;
-      if (job.format == Element::e4m3) {
-        codes.template encode<Element::e4m3>(share, own_multiplier);
-      } else {
-        codes.template encode<Element::e5m2>(share, own_multiplier);
-      }
-      if (job.q_rows) write_rows(job, tile, codes);
-      if (job.q_columns) {
-        __syncthreads();  // the tile before has been read out of shared memory
-        write_columns(job, tile, codes, shared);
-      }
+    const OwnTiles own(job);
+    for (uint32_t i = own.count; i-- > 0;) {
+      const Tile<kRows> tile = own.at<kRows>(job, i);
+      if (!fetched) share.template load<kVectors>(job, tile);
+      fetched = false;
+      write_tile(job, tile, share, j ? multiplier[1] : multiplier[0], shared);
     }
-    if (job.column_sums == nullptr) continue;
-    const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-    for (int64_t c = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; c < job.cols;
-         c += step) {
-      float total = 0.f;
-      for (int64_t i = 0; i < job.sum_count; ++i) total += job.sum_partials[i * job.cols + c];
-      store_real(job.column_sums, job.sums_type, c, total);
-    }
+    write_column_sums(job);
   }
 }
 
-template <typename T, int kRows, bool kMeasures, bool kVectors>
-void launch_tiles(const QuantizeParams& params, int blocks, cudaStream_t stream) {
-  auto* kernel = narrowfloat_quantize<T, kRows, kMeasures, kVectors>;
-  if constexpr (kMeasures) {
-    void* args[] = {const_cast<QuantizeParams*>(&params)};
-    NF_CUDA(cudaLaunchCooperativeKernel(reinterpret_cast<void*>(kernel), dim3(blocks),
-                                        dim3(kThreads), args, 0, stream));
-  } else {
-    kernel<<<blocks, kThreads, 0, stream>>>(params);
-    NF_CUDA(cudaGetLastError());
+// The same for tensors so small that every block of a resident grid has one tile: in one launch,
+// which reads each tile once and keeps it in registers while the grid meets for the maxima.
+template <typename T, bool kVectors>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    narrowfloat_measure_and_quantize(const __grid_constant__ QuantizeParams p) {
+  constexpr int kRows = kRowsOfSmall;
+  __shared__ uint32_t shared[kTileCols * kRows / 4];
+  __shared__ uint32_t reduce[kThreads / 32];
+  const bool second = blockIdx.x >= p.job[0].tiles;
+  const JobParams& job = second ? p.job[1] : p.job[0];
+  const Tile<kRows> tile(job, blockIdx.x - (second ? p.job[0].tiles : 0));
+  TileShare<T, kRows> share;
+  share.template load<kVectors>(job, tile);
+  if (!job.scale_given) {
+    Amax<T> amax;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) amax.add(share.v[0][r]);
+    if (job.sum_partials) sum_tile(job, tile, share, reinterpret_cast<float*>(shared));
+    const uint32_t bits = block_max(amax.bits(), reduce);
+    if (threadIdx.x == 0) job.amax_partials[tile.index] = bits;
   }
+  cooperative_groups::this_grid().sync();
+  float multiplier[kMaxJobs];
+  resolve_scales(p, multiplier);
+  write_tile(job, tile, share, second ? multiplier[1] : multiplier[0], shared);
+#pragma unroll 1
+  for (int j = 0; j < p.count; ++j) write_column_sums(p.job[j]);
+}
+
+template <typename T, int kRows, bool kVectors>
+void launch_tiles(const QuantizeParams& params, bool overlaps, int blocks, cudaStream_t stream) {
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  const cudaLaunchConfig_t config{dim3(blocks), dim3(kThreads), 0,
+                                  stream,       &overlap,       overlaps ? 1u : 0u};
+  NF_CUDA(cudaLaunchKernelEx(&config, narrowfloat_quantize<T, kRows, kVectors>, params));
 }
 
 }  // namespace
 
-void launch_quantize(const QuantizeParams& params, Real type, int tile_rows, bool measures,
+void launch_quantize(const QuantizeParams& params, Real type, int tile_rows, bool overlaps,
                      bool vectors, int blocks, cudaStream_t stream) {
   with_type(type, [&](auto t) {
     using T = decltype(t);
-    with_bool(measures, [&](auto m) {
-      with_bool(vectors, [&](auto v) {
-        constexpr bool kMeasures = decltype(m)::value, kVectors = decltype(v)::value;
-        if constexpr (sizeof(T) == 2) {
-          if (tile_rows == 128) {
-            launch_tiles<T, 128, kMeasures, kVectors>(params, blocks, stream);
-            return;
-          }
+    with_bool(vectors, [&](auto v) {
+      constexpr bool kVectors = decltype(v)::value;
+      if constexpr (sizeof(T) == 2) {
+        if (tile_rows == 128) {
+          launch_tiles<T, 128, kVectors>(params, overlaps, blocks, stream);
+          return;
         }
-        launch_tiles<T, 64, kMeasures, kVectors>(params, blocks, stream);
-      });
+      }
+      launch_tiles<T, 64, kVectors>(params, overlaps, blocks, stream);
+    });
+  });
+}
+
+void launch_measure_and_quantize(const QuantizeParams& params, Real type, bool vectors,
+                                 cudaStream_t stream) {
+  const dim3 blocks(params.job[0].tiles + params.job[1].tiles);
+  with_type(type, [&](auto t) {
+    with_bool(vectors, [&](auto v) {
+      auto* kernel = narrowfloat_measure_and_quantize<decltype(t), decltype(v)::value>;
+      void* args[] = {const_cast<QuantizeParams*>(&params)};
+      NF_CUDA(cudaLaunchCooperativeKernel(reinterpret_cast<void*>(kernel), blocks, dim3(kThreads),
+                                          args, 0, stream));
     });
   });
 }

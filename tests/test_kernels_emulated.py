@@ -10,6 +10,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def cuda_headers() -> pathlib.Path | None:
 
 
 def rewritten(source: str) -> str:
-    """Launches in <<<>>> and the cooperative one as calls; its own headers stay."""
+    """Launches of all kinds as calls; its own headers stay."""
     source = source.replace("#include <cooperative_groups.h>\n", "")
     source = re.sub(
         r"([\w:]+(?:<[^;{}]*?>)?)\s*<<<\s*(\w+)\s*,\s*(\w+)\s*,[^>]*>>>\(([^;]*)\);",
@@ -58,10 +59,15 @@ def rewritten(source: str) -> str:
     )
     source = re.sub(
         r"NF_CUDA\(cudaLaunchCooperativeKernel\([^;]*\);",
-        "cuda_on_cpu::launch(kernel, blocks, kThreads, params); (void)args;",
+        "cuda_on_cpu::launch(kernel, blocks.x, kThreads, params); (void)args;",
         source,
     )
-    assert "<<<" not in source and "cudaLaunch" not in source
+    source = re.sub(
+        r"NF_CUDA\(cudaLaunchKernelEx\(&config,\s*([^;]*),\s*(\w+)\)\);",
+        r"cuda_on_cpu::launch(&\1, blocks, kThreads, \2);",
+        source,
+    )
+    assert "<<<" not in source and not re.search("cudaLaunch[A-Za-z]*Kernel", source)
     return source.replace("&kernel", "kernel")
 
 
@@ -132,40 +138,47 @@ class Quantized:
             assert ((self.sums.double() - ref).abs() <= bound).all(), what
 
 
-_devices: list[tuple[int, int]] = []
+_devices: list[Device] = []
 
 
-def quantize(run, *jobs: Job, sms: int = 2, l2: int = 1 << 20) -> int:
-    """Runs them in one call on a pretended device, a number a size: the host code reads each once.
+class Device(NamedTuple):
+    """A pretended one: multiprocessors, and whether a grid may meet at a barrier."""
+
+    sms: int
+    cooperative: bool = True
+
+
+def quantize(run, *jobs: Job, on: Device = Device(2)) -> int:
+    """Runs them in one call on a pretended device, a number each: the host code reads it once.
     The number of launches that quantize, negative where the first measures too."""
-    if (sms, l2) not in _devices:
-        _devices.append((sms, l2))
-    arguments = (len(jobs), _devices.index((sms, l2)), sms, l2)
+    if on not in _devices:
+        _devices.append(on)
+    arguments = (len(jobs), _devices.index(on), *on)
     launches = run((Job * len(jobs))(*jobs), *map(ctypes.c_int64, arguments))
     assert launches != 0, "it threw"
     return launches
 
 
-ONE_LAUNCH, TWO_LAUNCHES = 1 << 24, 1  # bytes of the pretended L2
+ONE_LAUNCH, TWO_LAUNCHES = Device(12), Device(2, cooperative=False)  # the first holds every shape
 SHAPES = [(1, 1), (5, 13), (16, 128), (33, 72), (64, 256), (129, 257), (300, 136), (520, 24)]
 
 
 @pytest.mark.parametrize("dtype", list(TYPES))
-@pytest.mark.parametrize("l2", [ONE_LAUNCH, TWO_LAUNCHES])
+@pytest.mark.parametrize("on", [ONE_LAUNCH, TWO_LAUNCHES])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_one_tensor(run, dtype: torch.dtype, l2: int, shape: tuple[int, int]) -> None:
+def test_one_tensor(run, dtype: torch.dtype, on: Device, shape: tuple[int, int]) -> None:
     for code, (rows, columns) in itertools.product(
         (0, 1), ((True, True), (True, False), (False, True))
     ):
         x = torch.randn(shape).to(dtype)
         q = Quantized(x, code, rows, columns, sums=dtype if columns else None)
-        fused = quantize(run, q.job(), l2=l2)
-        assert fused == (-1 if l2 == ONE_LAUNCH else 1)
+        fused = quantize(run, q.job(), on=on)
+        assert fused == (-1 if on == ONE_LAUNCH else 1)
         q.check(f"{code} {rows} {columns}")
 
 
-@pytest.mark.parametrize("l2", [ONE_LAUNCH, TWO_LAUNCHES])
-def test_layouts(run, l2: int) -> None:
+@pytest.mark.parametrize("on", [ONE_LAUNCH, TWO_LAUNCHES])
+def test_layouts(run, on: Device) -> None:
     base, flat = torch.randn(40, 96, 24), torch.randn(1 + 64 * 48)
     for dtype in TYPES:
         b, f = base.to(dtype), flat.to(dtype)
@@ -181,13 +194,13 @@ def test_layouts(run, l2: int) -> None:
             "empty columns": b[0, :, :0],
         }.items():
             q = Quantized(x, 0, sums=torch.float32)
-            quantize(run, q.job(), l2=l2)
+            quantize(run, q.job(), on=on)
             q.check(f"{name} {dtype}")
 
 
 @pytest.mark.parametrize("kind", ["zeros", "tiny", "huge", "nan", "inf", "-inf"])
-@pytest.mark.parametrize("l2", [ONE_LAUNCH, TWO_LAUNCHES])
-def test_values(run, kind: str, l2: int) -> None:
+@pytest.mark.parametrize("on", [ONE_LAUNCH, TWO_LAUNCHES])
+def test_values(run, kind: str, on: Device) -> None:
     for dtype, code in itertools.product(TYPES, (0, 1)):
         x = torch.randn(70, 130)
         if kind in ("nan", "inf", "-inf"):
@@ -197,7 +210,7 @@ def test_values(run, kind: str, l2: int) -> None:
         else:
             x *= 6000 if dtype == torch.float16 else 1e37
         q = Quantized(x.to(dtype), code)
-        quantize(run, q.job(), l2=l2)
+        quantize(run, q.job(), on=on)
         q.check(f"{dtype} {code}")
 
 
@@ -211,9 +224,8 @@ def test_every_16_bit_value(run) -> None:
             q.check(f"{dtype} {code}")
 
 
-@pytest.mark.parametrize("l2", [ONE_LAUNCH, TWO_LAUNCHES, 300_000])
-@pytest.mark.parametrize("sms", [1, 2, 5])
-def test_two_tensors(run, l2: int, sms: int) -> None:
+@pytest.mark.parametrize("on", [Device(1), Device(2), Device(6), Device(2, False)])
+def test_two_tensors(run, on: Device) -> None:
     """A layer's calls: x and w measured; dy with its sums and w with the scale of before; of one
     type and of two, so many tiles that a block has several, fewer tiles than blocks."""
     for (m, k, n), dtypes in itertools.product(
@@ -224,14 +236,14 @@ def test_two_tensors(run, l2: int, sms: int) -> None:
         x, w = torch.randn(m, k).to(dtypes[0]), torch.randn(n, k).to(dtypes[1])
         dy = torch.randn(m, n).to(dtypes[0])
         first = Quantized(x, 0), Quantized(w, 0, columns=False)
-        quantize(run, *(q.job() for q in first), sms=sms, l2=l2)
+        quantize(run, *(q.job() for q in first), on=on)
         for q in first:
             q.check(what)
         back = (
             Quantized(dy, 1, sums=torch.float32),
             Quantized(w, 0, rows=False, scale=first[1].scale),
         )
-        quantize(run, *(q.job() for q in back), sms=sms, l2=l2)
+        quantize(run, *(q.job() for q in back), on=on)
         for q in back:
             q.check(what)
 

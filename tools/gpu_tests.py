@@ -130,6 +130,8 @@ def main() -> int:
         summary, output = finish(tool, run, begun, left)
         found = re.findall(r"SUMMARY: (\d+) ", output)
         summary["errors"] = sum(map(int, found)) if found else None
+        if summary["errors"] or summary.get("failed"):
+            summary["report"] = [s for s in output.splitlines() if s.startswith("=====")][:60]
         keep(tool, summary, output)
     return 0 if good else 1
 

@@ -3,7 +3,7 @@
 #include "cuda_on_cpu.h"
 
 namespace {
-int g_multiprocessors = 2, g_l2_bytes = 1 << 20;
+int g_multiprocessors = 2, g_cooperative = 1;
 }
 
 extern "C" {
@@ -11,7 +11,9 @@ cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorName(cudaError_t) { return "error"; }
 const char* cudaGetErrorString(cudaError_t) { return "error"; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? g_multiprocessors : g_l2_bytes;
+  *value = attribute == cudaDevAttrMultiProcessorCount ? g_multiprocessors
+           : attribute == cudaDevAttrCooperativeLaunch ? g_cooperative
+                                                       : 9;  // compute capability
   return cudaSuccess;
 }
 }
@@ -37,10 +39,10 @@ struct TestJob {  // as test_kernels_emulated.py lays it out
 // Returns the number of launches that quantize, negative where the first measures too, 0 if it
 // threw.
 int64_t run_quantize(const TestJob* jobs, int64_t count, int64_t device, int64_t multiprocessors,
-                     int64_t l2_bytes) try {
+                     int64_t cooperative) try {
   using namespace narrowfloat;
   g_multiprocessors = static_cast<int>(multiprocessors);
-  g_l2_bytes = static_cast<int>(l2_bytes);
+  g_cooperative = static_cast<int>(cooperative);
   QuantizeJob real[kMaxJobs];
   for (int64_t j = 0; j < count; ++j) {
     const TestJob& t = jobs[j];
@@ -62,7 +64,7 @@ int64_t run_quantize(const TestJob* jobs, int64_t count, int64_t device, int64_t
   std::vector<uint32_t> scratch(plan.scratch_bytes / 4 + 8, 0xffffffffu);
   const auto aligned = (reinterpret_cast<uintptr_t>(scratch.data()) + 15) / 16 * 16;
   quantize(plan, reinterpret_cast<void*>(aligned), nullptr);
-  return plan.step[0].fused ? -plan.steps : plan.steps;
+  return plan.step[0].small ? -plan.steps : plan.steps;
 } catch (const std::exception& error) {
   fprintf(stderr, "%s\n", error.what());
   return 0;
