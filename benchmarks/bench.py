@@ -53,7 +53,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--compiled", action="store_true", help="linear: torch.compile too")
     add("--peers", action="store_true", help="torchao's float8 beside ours, where installed")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a smoke run, tiny sizes")
-    add("--commit", help="for a copy of the tree without git")
+    add("--commit", help="of a copy of the tree whose git is absent or older")
     add("--train-args", default="", help="more arguments for examples/train_gpt.py")
     add("--into", type=pathlib.Path, nargs="+", help="table: the files to put it into")
     found = parser.parse_args(argv)

@@ -86,10 +86,13 @@ def _output(*command: str) -> str | None:
 
 
 def commit(stated: str | None = None) -> str:
-    """HEAD, with '-dirty' where tracked files other than results differ; without git `stated`."""
+    """`stated`, for a copy of the tree whose git is absent or older than its files; else HEAD, with
+    '-dirty' where tracked files other than results differ."""
+    if stated:
+        return stated
     head = _output("git", "rev-parse", "--verify", "HEAD")
     if not head:
-        return stated or "unknown"
+        return "unknown"
     changed = _output(
         "git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"
     )

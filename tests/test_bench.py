@@ -239,14 +239,14 @@ def test_names_of_machines():
     assert list(record.machine(torch.device("cpu"))) == list(record.MACHINE)
 
 
-def test_without_git_the_commit_is_what_was_stated(monkeypatch):
+def test_a_stated_commit_wins_over_git(monkeypatch):
     monkeypatch.setattr(record, "_output", lambda *_: None)
     assert record.commit("abc") == "abc" and record.commit() == "unknown"
     answers = {"rev-parse": "f00d", "status": " M setup.py"}
     monkeypatch.setattr(record, "_output", lambda _, verb, *__: answers[verb])
-    assert record.commit("abc") == "f00d-dirty"
+    assert record.commit("abc") == "abc" and record.commit() == "f00d-dirty"
     answers["status"] = ""
-    assert record.commit("abc") == "f00d"
+    assert record.commit() == "f00d"
 
 
 # Bars and tables

@@ -148,7 +148,10 @@ class Device(NamedTuple):
     cooperative: bool = True
 
 
-def quantize(run, *jobs: Job, on: Device = Device(2)) -> int:
+TWO = Device(2)
+
+
+def quantize(run, *jobs: Job, on: Device = TWO) -> int:
     """Runs them in one call on a pretended device, a number each: the host code reads it once.
     The number of launches that quantize, negative where the first measures too."""
     if on not in _devices:

@@ -61,6 +61,23 @@ def test_operators_equal_reference(
             assert relative_error(g.cpu(), r) <= rounding, what
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("m, k, n", [*SHAPES, (600, 400, 3000)])
+def test_what_no_product_makes(device: str, m: int, k: int, n: int, dtype: torch.dtype) -> None:
+    """The saved copy, the scales and the bias gradient: x and w, then dy and w, in a launch. Sizes
+    on both sides of where a tensor is measured in a launch of its own. racecheck runs this with
+    no product computed at all (tools/gpu_tests.py)."""
+    x, w, _, dy = tensors(m, k, n, dtype, device)
+    forward = Forward(E4M3, E4M3, False, True).pack()
+    _, x_columns, scales = ops.linear_forward(x, w, None, None, None, forward)
+    alone = [reference.quantize(t.cpu(), E4M3, True, True) for t in (x, w)]
+    assert_same_bits(x_columns, alone[0][1], "x_columns")
+    assert_same_bits(scales, torch.cat([alone[0][2], alone[1][2]]), "scales")
+    backward = Backward(E5M2, E4M3, False, False, True, dtype, torch.float32).pack()
+    db = ops.linear_backward(dy, x_columns, scales, w, None, None, k, backward)[2]
+    assert relative_error(db.cpu(), dy.cpu().double().sum(0)) < 1e-5
+
+
 def test_held_weight_gives_the_same_bits(device: str) -> None:
     x, w, bias, dy = tensors(40, 136, 72, torch.bfloat16, device)
     rows, columns, scale = ops.quantize_op(w, E4M3, True, True)
@@ -80,7 +97,9 @@ def test_held_weight_gives_the_same_bits(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m, k, n", [(1024, 1024, 1024), (4096, 1024, 1024), (2000, 1500, 1700)])
+@pytest.mark.parametrize(
+    "m, k, n", [(1024, 1024, 1024), (4096, 1024, 1024), (2000, 1500, 1700), (4096, 4096, 4096)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_two_tensors_in_one_launch(cuda: str, m: int, k: int, n: int, dtype: torch.dtype) -> None:
     """x and w, then dy and w, quantized by one launch each: the bytes of one tensor a launch."""
