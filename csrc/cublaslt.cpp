@@ -17,6 +17,7 @@
 #include <unordered_map>
 
 #include "check.h"
+#include "device.h"
 
 namespace narrowfloat {
 namespace {
@@ -66,11 +67,25 @@ struct Preference : Handle<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceD
   }
 };
 
-cudaDataType_t data_type(Element e) { return e == Element::e4m3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2; }
+cudaDataType_t data_type(Element e) {
+  switch (e) {
+    case Element::e4m3:
+      return CUDA_R_8F_E4M3;
+    case Element::e5m2:
+      return CUDA_R_8F_E5M2;
+    case Element::e2m1:
+      return CUDA_R_4F_E2M1;
+    default:
+      return CUDA_R_16BF;
+  }
+}
 cudaDataType_t data_type(Real r) {
   return r == Real::f32 ? CUDA_R_32F : r == Real::bf16 ? CUDA_R_16BF : CUDA_R_16F;
 }
-const char* name(Element e) { return e == Element::e4m3 ? "e4m3" : "e5m2"; }
+const char* name(Element e) {
+  constexpr const char* kNames[] = {"e4m3", "e5m2", "e2m1", "bf16"};
+  return kNames[static_cast<int>(e)];
+}
 const char* name(Real r) {
   return r == Real::f32 ? "float32" : r == Real::bf16 ? "bfloat16" : "float16";
 }
@@ -87,8 +102,8 @@ struct Key {
   int64_t m, n, k, lda, ldb, ldd;
   int32_t a_format, b_format, d_type;
   uint32_t a_align, b_align, d_align;
-  uint32_t bias_align;               // 0 without one
-  int32_t fast, accumulate, unused;  // no padding bytes: keys compare as bytes
+  uint32_t bias_align;              // 0 without one
+  int32_t fast, accumulate, flags;  // no padding bytes: keys compare as bytes
 
   bool operator==(const Key& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
 };
@@ -111,9 +126,13 @@ std::string describe(const Matmul& p) {
                  name(p.a.format), " (ld ", p.a.ld, ", aligned ", alignment(p.a.q), ") x b [",
                  p.b.rows, ", ", p.k, "]^T ", name(p.b.format), " (ld ", p.b.ld, ", aligned ",
                  alignment(p.b.q), ") in ", name(p.d_type), " (ld ", p.ldd, ", aligned ",
-                 alignment(p.d), "), scales per tensor, ", p.fast ? "fast" : "exact",
-                 " accumulation", p.bias ? ", bias" : "", p.accumulate ? ", beta 1" : "",
-                 "; cuBLASLt ", cublasLtGetVersion());
+                 alignment(p.d), "), scales ",
+                 p.b.format == Element::e2m1   ? "vec16_ue4m3"
+                 : p.b.format == Element::bf16 ? "none"
+                                               : "per tensor",
+                 p.b.k_first ? ", b stored [k, rows]" : "", p.alpha ? ", alpha on the device" : "",
+                 ", ", p.fast ? "fast" : "exact", " accumulation", p.bias ? ", bias" : "",
+                 p.accumulate ? ", beta 1" : "", "; cuBLASLt ", cublasLtGetVersion());
 }
 
 struct Plan {
@@ -123,11 +142,22 @@ struct Plan {
   size_t workspace = 0;  // bytes it needs
 
   explicit Plan(const Matmul& p)
-      : a(data_type(p.b.format), p.k, p.b.rows, p.b.ld),
+      : a(data_type(p.b.format), p.b.k_first ? p.b.rows : p.k, p.b.k_first ? p.k : p.b.rows,
+          p.b.ld),
         b(data_type(p.a.format), p.k, p.a.rows, p.a.ld),
         d(data_type(p.d_type), p.b.rows, p.a.rows, p.ldd) {
-    descriptor.set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
-    descriptor.set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(p.fast));
+    descriptor.set(CUBLASLT_MATMUL_DESC_TRANSA, p.b.k_first ? CUBLAS_OP_N : CUBLAS_OP_T);
+    if (p.b.format == Element::e4m3 || p.b.format == Element::e5m2) {
+      descriptor.set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(p.fast));
+    }
+    if (p.b.format == Element::e2m1) {
+      descriptor.set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3);
+      descriptor.set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3);
+    }
+    if (p.alpha) {
+      descriptor.set(CUBLASLT_MATMUL_DESC_POINTER_MODE,
+                     static_cast<int32_t>(CUBLASLT_POINTER_MODE_DEVICE));
+    }
     if (p.bias) {
       descriptor.set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
       descriptor.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(epilogue_bias_type(p.d_type)));
@@ -136,8 +166,10 @@ struct Plan {
   }
 
   void set_pointers(const Matmul& p) {
-    descriptor.set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scale);
-    descriptor.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scale);
+    if (p.b.scale) {
+      descriptor.set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scale);
+      descriptor.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scale);
+    }
     if (p.bias) descriptor.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
   }
 };
@@ -173,16 +205,7 @@ bool capturing(cudaStream_t stream) {
 // What an algorithm may ask for, by NVIDIA's advice 32 MiB from sm90 on and 4 MiB before. It is an
 // input to the choice, and so to the bits.
 size_t most_workspace(int device) {
-  constexpr int kMaxDevices = 64;
-  static std::array<std::atomic<int>, kMaxDevices> major{};
-  NF_CHECK(device >= 0 && device < kMaxDevices, "matmul: expected a device below ", kMaxDevices,
-           ", got ", device);
-  if (major[device] == 0) {
-    int value = 0;
-    NF_CUDA(cudaDeviceGetAttribute(&value, cudaDevAttrComputeCapabilityMajor, device));
-    major[device] = value;
-  }
-  return size_t{major[device] >= 9 ? 32u : 4u} << 20;
+  return size_t{device_of(device).capability >= 90 ? 32u : 4u} << 20;
 }
 
 // Handle and plans of one thread for one device: nothing is locked or shared.
@@ -195,10 +218,12 @@ class Context {
   void launch(const Matmul& p, void* workspace, int device, cudaStream_t stream) {
     Plan& plan = find(p, device, stream);
     plan.set_pointers(p);
-    const float one = 1.f, beta = p.accumulate ? 1.f : 0.f;
-    const cublasStatus_t status = cublasLtMatmul(
-        handle(), plan.descriptor.value, &one, p.b.q, plan.a.value, p.a.q, plan.b.value, &beta, p.d,
-        plan.d.value, p.d, plan.d.value, &plan.algorithm, workspace, plan.workspace, stream);
+    const float one = 1.f, own_beta = p.accumulate ? 1.f : 0.f;
+    const float *alpha = p.alpha ? p.alpha : &one, *beta = p.alpha ? p.alpha + 1 : &own_beta;
+    const cublasStatus_t status =
+        cublasLtMatmul(handle(), plan.descriptor.value, alpha, p.b.q, plan.a.value, p.a.q,
+                       plan.b.value, beta, p.c ? p.c : p.d, plan.d.value, p.d, plan.d.value,
+                       &plan.algorithm, workspace, plan.workspace, stream);
     if (status != CUBLAS_STATUS_SUCCESS) {
       throw std::runtime_error(message("narrowfloat: cublasLtMatmul failed: ",
                                        cublasLtGetStatusString(status), " for ", describe(p)));
@@ -222,7 +247,7 @@ class Context {
                   p.bias ? alignment(p.bias) : 0,
                   p.fast,
                   p.accumulate,
-                  0};
+                  p.b.k_first | (p.alpha != nullptr) << 1 | (p.c != nullptr) << 2};
     const auto found = plans_.find(key);
     if (found != plans_.end()) {
       g_hits.fetch_add(1, std::memory_order_relaxed);
@@ -322,6 +347,15 @@ int64_t workspace_for(const Matmul& problem, int device, cudaStream_t stream) {
 
 void matmul(const Matmul& problem, void* workspace, int device, cudaStream_t stream) {
   context(device).launch(problem, workspace, device, stream);
+}
+
+bool has_fp4(int device) {
+  const int capability = device_of(device).capability;
+  // sm100 and sm103 from 12.8 on, sm120 from 12.8 update 1 on (facts of the library's release
+  // notes)
+  const size_t version = cublasLtGetVersion();
+  return (capability >= 100 && capability < 120 && version >= 120800) ||
+         (capability >= 120 && version >= 120801);
 }
 
 int64_t cublaslt_version() { return static_cast<int64_t>(cublasLtGetVersion()); }

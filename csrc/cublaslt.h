@@ -10,25 +10,30 @@
 
 namespace narrowfloat {
 
-// An operand in FP8 [rows, k], row-major, k contracted and contiguous.
+// An operand [rows, k], k contracted.
 struct Operand {
   const void* q;
   int64_t rows;
-  int64_t ld;  // bytes from row to row, a multiple of 16
+  int64_t ld;  // elements from row to row, a multiple of 16 bytes
   Element format;
-  const float* scale;  // on the device, 16-byte aligned
+  // On the device, 16-byte aligned. FP8: the tensor's scale; e2m1: the blocks' scales in 128x4
+  // tiles; bf16: none.
+  const void* scale;
+  bool k_first = false;  // stored [k, rows], ld from k to k + 1; bf16 only
 };
 
-// d [M,N] = a.scale b.scale (a [M,K] b [N,K]^T) + bias, row-major, summed in fp32.
+// d [M,N] = alpha a.scale b.scale (a [M,K] b [N,K]^T) + bias, row-major, summed in fp32.
 struct Matmul {
   Operand a, b;
-  int64_t k;  // a multiple of 16
+  int64_t k;  // a multiple of 16, of 32 for e2m1
   void* d;
   Real d_type;
-  int64_t ldd;       // elements; ldd * size is a multiple of 16
-  const void* bias;  // [N] in epilogue_bias_type(d_type), or null
-  bool fast;         // FAST_ACCUM
-  bool accumulate;   // d += instead of d =
+  int64_t ldd;         // elements; ldd * size is a multiple of 16
+  const void* bias;    // [N] in epilogue_bias_type(d_type), or null
+  const float* alpha;  // on the device, {alpha, 0}; null: 1
+  void* c;             // of d's size, where cuBLASLt wants one that is not d; null: d
+  bool fast;           // FAST_ACCUM
+  bool accumulate;     // d += instead of d =
 };
 
 // What cuBLASLt's BIAS epilogue takes for an output type: fp16 for fp16, else bf16.
@@ -38,6 +43,9 @@ inline Real epilogue_bias_type(Real d_type) { return d_type == Real::f16 ? Real:
 // time. Of the pointers in `problem` only the alignment matters. Throws with the whole problem
 // where the library refuses it.
 int64_t workspace_for(const Matmul& problem, int device, cudaStream_t stream);
+
+// Does the library have a product of FP4 operands on this device?
+bool has_fp4(int device);
 
 // Launches on `stream`. workspace: 256-byte aligned, workspace_for(problem), needed until the
 // stream passes the call.

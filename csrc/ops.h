@@ -105,4 +105,15 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
     std::optional<Tensor> w, std::optional<Tensor> w_columns, std::optional<Tensor> w_scale,
     int64_t in_features, int64_t settings);
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fp4_quantize_op(const Tensor& x,
+                                                                   std::optional<Tensor> seed,
+                                                                   int64_t settings);
+std::tuple<Tensor, Tensor, Tensor, Tensor> fp4_linear_forward(const Tensor& x, const Tensor& w,
+                                                              std::optional<Tensor> bias,
+                                                              int64_t settings);
+std::tuple<Tensor, Tensor, Tensor> fp4_linear_backward(
+    const Tensor& dy, std::optional<Tensor> x_columns, std::optional<Tensor> x_scales,
+    std::optional<Tensor> scales, std::optional<Tensor> w, std::optional<Tensor> seed,
+    int64_t in_features, int64_t settings);
+
 }  // namespace narrowfloat

@@ -5,10 +5,17 @@
 
 namespace narrowfloat {
 
-Product::Product(int64_t m, int64_t n, int64_t k, Real d_type, bool fast, Scratch& scratch)
-    : m_(m), n_(n), k_(k), d_type_(d_type), fast_(fast) {
+Product::Product(int64_t m, int64_t n, int64_t k, Real d_type, bool fast, Scratch& scratch,
+                 Element element)
+    : m_(m), n_(n), k_(k), d_type_(d_type), out_type_(d_type), fast_(fast) {
+  if (element == Element::bf16 && d_type == Real::f16) d_type_ = Real::f32;
   // cuBLASLt writes rows that start on 16 bytes: others go through the scratch
-  if (ragged()) d_first_ = scratch.add(m * padded(n) * size_of(d_type));
+  if (indirect()) d_first_ = scratch.add(m * padded(n) * size_of(d_type_));
+  if (element == Element::e2m1) {
+    k_pad_ = 32;
+    apart_ = true;  // with beta on the device cuBLASLt takes no c that is d
+    c_first_ = scratch.add(m * padded(n) * size_of(d_type_));
+  }
 }
 
 void Product::plan_bias(const void* bias, Real type, Scratch& scratch) {
@@ -25,11 +32,12 @@ Matmul Product::problem(const Operand& a, const Operand& b, void* d, const void*
   p.a = a, p.b = b;
   p.a.rows = m_;
   p.b.rows = ragged() ? padded(n_) : n_;
-  p.k = padded(k_);
+  p.k = (k_ + k_pad_ - 1) / k_pad_ * k_pad_;
   p.d = d;
   p.d_type = d_type_;
   p.ldd = p.b.rows;
   p.bias = bias;
+  p.alpha = alpha_;
   p.fast = fast_;
   return p;
 }
@@ -37,13 +45,15 @@ Matmul Product::problem(const Operand& a, const Operand& b, void* d, const void*
 int64_t Product::workspace(const Operand& a, const Operand& b, void* d, const Launch& on) const {
   if (nothing()) return 0;
   const void* bias = bias_apart_ ? nullptr : bias_converted_ ? kInScratch : bias_;
-  return workspace_for(problem(a, b, ragged() ? kInScratch : d, bias), on.device, on.stream);
+  Matmul p = problem(a, b, indirect() ? kInScratch : d, bias);
+  if (apart_) p.c = kInScratch;
+  return workspace_for(p, on.device, on.stream);
 }
 
 void Product::run(const Operand& a, const Operand& b, void* d, const Scratch& scratch,
                   int64_t workspace, const Launch& on) const {
   if (nothing()) {  // zeros and the bias
-    finish_rows(nullptr, n_, d, d_type_, m_, n_, bias_, bias_type_, on.stream);
+    finish_rows(nullptr, d_type_, n_, d, out_type_, m_, n_, bias_, bias_type_, on.stream);
     return;
   }
   if (bias_converted_) {
@@ -51,11 +61,12 @@ void Product::run(const Operand& a, const Operand& b, void* d, const Scratch& sc
                  padded(n_), on.stream);
   }
   const void* bias = bias_apart_ ? nullptr : bias_converted_ ? scratch.at(bias_first_) : bias_;
-  const Matmul p = problem(a, b, ragged() ? scratch.at(d_first_) : d, bias);
+  Matmul p = problem(a, b, indirect() ? scratch.at(d_first_) : d, bias);
+  if (apart_) p.c = scratch.at(c_first_);
   matmul(p, scratch.at(workspace), on.device, on.stream);
   const void* rest = bias_apart_ ? bias_ : nullptr;
-  if (ragged() || rest) {
-    finish_rows(p.d, p.ldd, d, d_type_, m_, n_, rest, bias_type_, on.stream);
+  if (indirect() || rest) {
+    finish_rows(p.d, d_type_, p.ldd, d, out_type_, m_, n_, rest, bias_type_, on.stream);
   }
 }
 

@@ -2,40 +2,13 @@
 #include "quantize.h"
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 
 #include "check.h"
+#include "device.h"
 #include "quantize_kernels.h"
 
 namespace narrowfloat {
 namespace {
-
-struct Device {
-  int multiprocessors;
-  bool overlaps;     // a launch may start while the one before ends (from sm90 on)
-  bool cooperative;  // a resident grid may meet at a barrier
-};
-
-int attribute_of(cudaDeviceAttr attribute, int device) {
-  int value = 0;
-  NF_CUDA(cudaDeviceGetAttribute(&value, attribute, device));
-  return value;
-}
-
-// Read once a device; the values never change.
-Device device_of(int index) {
-  constexpr int kMaxDevices = 64;
-  static std::array<std::atomic<int>, kMaxDevices> majors{}, multiprocessors{}, cooperative{};
-  NF_CHECK(index >= 0 && index < kMaxDevices, "quantize: expected a device below ", kMaxDevices,
-           ", got ", index);
-  if (multiprocessors[index] == 0) {
-    majors[index] = attribute_of(cudaDevAttrComputeCapabilityMajor, index);
-    cooperative[index] = attribute_of(cudaDevAttrCooperativeLaunch, index);
-    multiprocessors[index] = attribute_of(cudaDevAttrMultiProcessorCount, index);  // last: all set
-  }
-  return {multiprocessors[index], majors[index] >= 9, cooperative[index] != 0};
-}
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

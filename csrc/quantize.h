@@ -8,8 +8,8 @@
 
 namespace narrowfloat {
 
-// formats.py gives the same numbers
-enum class Element : int { e4m3 = 0, e5m2 = 1 };
+// formats.py gives the same numbers; the last two are operands of products only
+enum class Element : int { e4m3 = 0, e5m2 = 1, e2m1 = 2, bf16 = 3 };
 enum class Real : int { f32 = 0, bf16 = 1, f16 = 2 };
 
 constexpr int64_t kPad = 16;  // every quantized copy is zero-padded to multiples of this

@@ -5,6 +5,7 @@ PyTorch and once per narrowfloat recipe, from the same initial weights and on th
 
     python examples/train_gpt.py                      # the machine decides the size
     python examples/train_gpt.py --seeds 0,1          # paired gaps with their error
+    python examples/train_gpt.py --recipes fp8,nvfp4,mxfp4
     python examples/train_gpt.py --baseline old.json  # reuse the baseline runs of an earlier file
 """
 
@@ -556,7 +557,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Train a byte-level GPT as plain PyTorch and in narrowfloat's recipes."
     )
     add = parser.add_argument
-    add("--recipes", nargs="*", default=["fp8"], help="names, by comma or space (default: fp8)")
+    names = ", ".join(narrowfloat.RECIPES)
+    add("--recipes", nargs="*", default=["fp8"], help=f"of {names} (default: fp8)")
     add("--seeds", nargs="+", default=["0"], help="numbers, by comma or space (default: 0)")
     add("--steps", type=int, help="default: the size's own")
     add("--size", choices=["auto", *SIZES], default="auto", help="auto: full with a GPU, else cpu")

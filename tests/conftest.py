@@ -7,9 +7,17 @@ import torch
 
 import narrowfloat as nf
 
-# Relative error of one FP8 product on Gaussian data, ||y - ref|| / ||ref||: .038 is expected with
-# two e4m3 operands and .059 with an e5m2 one.
-TOLERANCE = {"e4m3": 0.05, "e5m2": 0.08}
+# Relative error of one product on Gaussian data, ||y - ref|| / ||ref||: .038 is expected with two
+# e4m3 operands, .059 with an e5m2 one, .135 in nvfp4 and .163 in mxfp4. Of a gradient in FP4, whose
+# dy is rounded stochastically, about .18 and .20.
+TOLERANCE = {
+    "e4m3": 0.05,
+    "e5m2": 0.08,
+    "nvfp4": 0.16,
+    "mxfp4": 0.20,
+    "nvfp4 gradient": 0.21,
+    "mxfp4 gradient": 0.24,
+}
 
 
 def why_no_gpu() -> str | None:
@@ -46,7 +54,7 @@ def relative_error(a: torch.Tensor, ref: torch.Tensor) -> float:
 
 
 def assert_close_as(a: torch.Tensor, ref: torch.Tensor, kind: str = "e4m3") -> None:
-    """Within FP8's error of ref, with the norm kept (a cosine alone would not see a scale)."""
+    """Within the format's error of ref, the norm too (a cosine alone would not see a scale)."""
     assert a.shape == ref.shape, (a.shape, ref.shape)
     error = relative_error(a, ref)
     assert error <= TOLERANCE[kind], f"relative error {error:.4f} > {TOLERANCE[kind]}"

@@ -391,3 +391,91 @@ def test_report_is_readable(caplog: pytest.LogCaptureFixture) -> None:
     assert lines[5].split(maxsplit=1) == ["left", "head: the filter does not match it"]
     assert len(lines) == 6
     assert str(report) in caplog.text
+
+
+# ---- the last blocks, in FP4 ----
+
+
+class Deep(nn.Module):
+    """n blocks, then a head; experts inside each block where asked for."""
+
+    def __init__(self, n: int, experts: int = 0) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {"up": nn.Linear(8, 8)}
+                | ({"experts": nn.ModuleList(nn.Linear(8, 8) for _ in range(experts))})
+            )
+            for _ in range(n)
+        )
+        self.head = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("n", "keep_last", "left"),
+    [
+        (2, 0.15, 1),
+        (6, 0.15, 1),
+        (7, 0.15, 2),
+        (12, 0.15, 2),
+        (20, 0.15, 3),
+        (21, 0.15, 4),
+        (12, 0, 0),
+        (12, 0.5, 6),
+        (12, 1, 12),
+        (1, 0.15, 0),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4"])
+def test_the_last_blocks_are_left(n: int, keep_last: float, left: int, recipe: str) -> None:
+    model = Deep(n)
+    report = nf.convert(model, recipe, keep_last=keep_last)
+    names = [f"blocks.{i}.up" for i in range(n)]
+    assert report.converted == ["first", *names[: n - left]]
+    assert list(reasons(report)) == [*names[n - left :], "head"]
+    for name in names[n - left :]:
+        assert type(model.get_submodule(name)) is nn.Linear
+        why = f"in the last {left} of the {n} blocks in blocks (keep_last=0 converts them)"
+        assert reasons(report)[name] == why
+    assert "last linear" in reasons(report)["head"]
+    fp8 = nf.convert(Deep(n), "fp8", keep_last=keep_last)
+    assert fp8.converted == ["first", *names]
+
+
+def test_what_the_blocks_are() -> None:
+    """Experts repeat inside blocks; a plain Sequential is its own run; no run, nothing left."""
+    report = nf.plan(Deep(4, experts=9), "nvfp4")
+    assert [n for n, _ in report.left if n != "head"] == [
+        n for n in reasons(report) if n.startswith("blocks.3.")
+    ]
+    assert len(report.left) == 1 + 10 and "of the 4 blocks in blocks" in report.left[0][1]
+    plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 8))
+    report = nf.plan(plain, "nvfp4", head=True)
+    assert report.converted == ["0", "2"]
+    assert "in the last 1 of the 3 blocks in the model" in reasons(report)["3"]
+    nested = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))))
+    assert list(reasons(nf.plan(nested, "nvfp4", head=True))) == ["1.4"]
+    flat = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    assert nf.plan(flat, "nvfp4", head=True).left == []
+    assert nf.plan(nn.Linear(8, 8), "nvfp4").converted == [""]
+    filtered = nf.plan(Deep(12), "nvfp4", "blocks.1*")
+    assert filtered.converted == ["blocks.1.up"]  # 10 and 11 are the last two
+
+
+@pytest.mark.parametrize("keep_last", [-0.1, 1.5, float("nan")])
+def test_keep_last_refused(keep_last: float) -> None:
+    with pytest.raises(ValueError, match="expected keep_last from 0 to 1"):
+        nf.convert(Deep(3), "nvfp4", keep_last=keep_last)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4"])
+def test_a_model_in_fp4_runs(device: str, recipe: str) -> None:
+    model = Model().to(device)
+    plain = copy.deepcopy(model)
+    report = nf.convert(model, recipe)
+    assert report.converted == INNER[:2]
+    ids = torch.arange(24, device=device).view(2, 12)
+    assert_close_as(model(ids), plain(ids), recipe)
+    model(ids).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -172,6 +172,16 @@ def test_evaluation_windows_are_fixed_and_inside() -> None:
 # The model and its training
 
 
+def test_fp4_recipes_leave_the_last_block_too() -> None:
+    for recipe in ("nvfp4", "mxfp4", "nvfp4_four_over_six", "nvfp4_unbiased"):
+        size = dataclasses.replace(TINY, layers=3)
+        model = demo.build(size, 0, recipe, CPU)
+        made = [n for n, m in model.named_modules() if isinstance(m, demo.narrowfloat.Linear)]
+        assert len(made) == 8 and not any(n.startswith("blocks.2.") for n in made)
+        assert all(str(model.get_submodule(n).recipe) == recipe for n in made)
+        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+
+
 def test_a_recipe_starts_from_the_baselines_weights_and_leaves_the_head() -> None:
     base, ours = (demo.build(TINY, 0, recipe, CPU) for recipe in ("fp32", "fp8"))
     theirs = base.state_dict()

@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import pathlib
-import re
-import shutil
-import subprocess
 from typing import NamedTuple
 
+import emulated
 import pytest
 import torch
 from conftest import assert_same_bits
@@ -19,8 +16,6 @@ from conftest import assert_same_bits
 from narrowfloat import reference
 from narrowfloat.formats import BY_CODE, padded
 
-HERE = pathlib.Path(__file__).parent
-CSRC = HERE.parent / "csrc"
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -39,58 +34,12 @@ class Job(ctypes.Structure):
     ]
 
 
-def cuda_headers() -> pathlib.Path | None:
-    """Beside torch (its wheels bring them) or beside nvcc."""
-    places = [
-        *pathlib.Path(torch.__file__).parents[1].glob("nvidia/cu*/include"),
-        *pathlib.Path("/usr/local").glob("cuda*/include"),
-    ]
-    wanted = ("cuda_fp8.h", "crt/host_defines.h")  # the second comes with nvcc
-    return next((p for p in places if all((p / name).exists() for name in wanted)), None)
-
-
-def rewritten(source: str) -> str:
-    """Launches of all kinds as calls; its own headers stay."""
-    source = source.replace("#include <cooperative_groups.h>\n", "")
-    source = re.sub(
-        r"([\w:]+(?:<[^;{}]*?>)?)\s*<<<\s*(\w+)\s*,\s*(\w+)\s*,[^>]*>>>\(([^;]*)\);",
-        r"cuda_on_cpu::launch(&\1, \2, \3, \4);",
-        source,
-    )
-    source = re.sub(
-        r"NF_CUDA\(cudaLaunchCooperativeKernel\([^;]*\);",
-        "cuda_on_cpu::launch(kernel, blocks.x, kThreads, params); (void)args;",
-        source,
-    )
-    source = re.sub(
-        r"NF_CUDA\(cudaLaunchKernelEx\(&config,\s*([^;]*),\s*(\w+)\)\);",
-        r"cuda_on_cpu::launch(&\1, blocks, kThreads, \2);",
-        source,
-    )
-    assert "<<<" not in source and not re.search("cudaLaunch[A-Za-z]*Kernel", source)
-    return source.replace("&kernel", "kernel")
-
-
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory):
-    headers, compiler = cuda_headers(), shutil.which("g++")
-    if headers is None or compiler is None:
-        pytest.skip("needs g++ and the CUDA headers")
-    build = tmp_path_factory.mktemp("emulation")
-    for name in ("measure_kernels", "quantize_kernels"):
-        text = rewritten((CSRC / f"{name}.cu").read_text())
-        (build / f"{name}.rewritten.h").write_text(text)
-    library = build / "kernels.so"
-    command = [
-        compiler, "-O1", "-std=c++20", "-shared", "-fPIC", "-pthread", "-w",
-        "-ffp-contract=off",  # nvcc is kept from fusing by there being nothing to fuse
-        "-Wl,-Bsymbolic",  # our cudart, not torch's
-        f"-I{build}", f"-I{HERE / 'emulation'}", f"-I{CSRC}", f"-isystem{headers}",
-        str(HERE / "emulation" / "entry.cpp"), "-o", str(library),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    function = ctypes.CDLL(str(library)).run_quantize
+    library = emulated.build(
+        tmp_path_factory.mktemp("emulation"), "entry.cpp", ["measure_kernels", "quantize_kernels"]
+    )
+    function = library.run_quantize
     function.restype = ctypes.c_int64
     return function
 

@@ -83,7 +83,11 @@ def test_a_good_machine(world: World) -> None:
         "cuda:0  Card 0, sm_90",
         "cuda:1  Card 1, sm_121",
         "fp8: native; FP8 tensor cores of Hopper",
+        "fp8: native; FP8 tensor cores of Blackwell",
+        "nvfp4: emulation; Hopper",
+        "mxfp4: native; FP4 tensor cores of Blackwell",
         "cpu     fp8: reference",
+        "cpu     nvfp4: reference",
         support.support_table(),
     ):
         assert words in out
@@ -176,8 +180,11 @@ def test_a_driver_that_cannot_be_asked(world: World, monkeypatch: pytest.MonkeyP
     assert code == 0 and "driver       none found" in out
 
 
-def test_the_trial_layer(device: str) -> None:
-    main._try("fp8", device)
+@pytest.mark.parametrize("name", nf.RECIPES)
+def test_the_trial_layer(device: str, name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        main._try(name, device)
 
 
 def test_as_a_program() -> None:

@@ -9,7 +9,7 @@ import torch
 
 import narrowfloat as nf
 from narrowfloat import ops
-from narrowfloat.settings import Backward, Forward
+from narrowfloat.settings import Backward, Forward, FP4Layer, FP4Quantize, Orientation
 
 
 def calls() -> dict[str, tuple]:
@@ -17,7 +17,10 @@ def calls() -> dict[str, tuple]:
     q, columns, scale = ops.quantize_op(x, 0, True, True)
     w_rows, w_columns, w_scale = ops.quantize_op(w, 0, True, True)
     forward, backward = Forward(0, 0, False, True), Backward(1, 0, False, False, True, x.dtype)
-    dy = torch.randn(16, 48)
+    dy, seed = torch.randn(16, 48), torch.tensor([1, 2])
+    random = Orientation(True, stochastic=True)
+    fp4 = FP4Layer(two_d_w=True, rotate=True, stochastic_dy=True, wanted=True, dw_dtype=x.dtype)
+    saved = ops.fp4_linear_forward(x, w, None, fp4.pack())[1:]
     return {
         "quantize": (ops.quantize_op, (x, 0, True, True, scale)),
         "scaled_mm": (ops.scaled_mm_op, (q, w_rows, scale, w_scale, None, torch.float32, False)),
@@ -29,6 +32,12 @@ def calls() -> dict[str, tuple]:
         "linear_backward": (
             ops.linear_backward,
             (dy, columns, scale, w, w_columns, w_scale, 32, backward.pack()),
+        ),
+        "fp4_quantize": (ops.fp4_quantize_op, (x, seed, FP4Quantize(random, random).pack())),
+        "fp4_linear_forward": (ops.fp4_linear_forward, (x, w, w[:, 0], fp4.pack())),
+        "fp4_linear_backward": (
+            ops.fp4_linear_backward,
+            (dy, *saved, w, seed, 32, fp4.pack()),
         ),
     }
 

@@ -7,10 +7,11 @@ import dataclasses
 import pickle
 
 import pytest
+import torch
 
 import narrowfloat as nf
 from narrowfloat import recipe as recipes
-from narrowfloat.settings import Backward, Forward
+from narrowfloat.settings import Backward, Forward, FP4Layer
 
 
 def test_defaults() -> None:
@@ -114,3 +115,58 @@ def test_recipe_is_taken_everywhere() -> None:
         nf.Linear(16, 16, recipe="fp4")
     with pytest.raises(ValueError, match="expected a Recipe or a name"):
         nf.supported("fp4")
+
+
+# ---- FP4 ----
+
+
+def test_fp4_defaults_and_names() -> None:
+    recipe = nf.FP4Recipe()
+    assert recipe.name == str(recipe) == recipe.format == "nvfp4"
+    assert recipe.weights_2d and recipe.rotate_wgrad and recipe.stochastic_dy
+    assert recipe.four_over_six == "none" and not recipe.scale_up_dy
+    assert FP4Layer.unpack(recipe.settings) == FP4Layer(False, True, True, True)
+    assert nf.RECIPES["nvfp4"] == recipe and nf.RECIPES["mxfp4"].format == "mxfp4"
+    assert nf.RECIPES["nvfp4_four_over_six"].four_over_six == "both"
+    assert nf.RECIPES["nvfp4_unbiased"].scale_up_dy
+    assert set(nf.RECIPES) == {"fp8", "nvfp4", "mxfp4", "nvfp4_four_over_six", "nvfp4_unbiased"}
+    for name in nf.RECIPES:
+        assert recipes.get(name) is nf.RECIPES[name]
+        assert nf.Linear(16, 16, recipe=name).recipe is nf.RECIPES[name]
+
+
+def test_fp4_settings() -> None:
+    mx = nf.FP4Recipe("mx", "mxfp4", rotate_wgrad=False)
+    assert FP4Layer.unpack(mx.settings) == FP4Layer(True, False, False, True)
+    for six, x, w in (("x", True, False), ("w", False, True), ("both", True, True)):
+        layer = FP4Layer.unpack(nf.FP4Recipe("six", four_over_six=six).settings)
+        assert (layer.four_over_six_x, layer.four_over_six_w) == (x, w)
+    assert FP4Layer.unpack(nf.FP4Recipe("up", scale_up_dy=True).settings).scale_up_dy
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"format": "fp8"}, "fp8"),
+        ({"format": "e4m3"}, "e4m3"),
+        ({"four_over_six": True}, "True"),
+        ({"four_over_six": "y"}, "y"),
+        ({"format": "mxfp4", "four_over_six": "x"}, "powers of two"),
+    ],
+)
+def test_fp4_refused(changed: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match="^FP4Recipe: expected") as e:
+        nf.FP4Recipe(**changed)  # type: ignore[arg-type]
+    assert words in str(e.value)
+
+
+def test_fp4_value_semantics() -> None:
+    mine = nf.FP4Recipe("mine", four_over_six="x")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mine.format = "mxfp4"  # type: ignore[misc]
+    assert len({nf.FP4Recipe(), nf.FP4Recipe(), mine, nf.FP4Recipe("mine")}) == 3
+    for twin in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
+        assert twin == mine and hash(twin) == hash(mine) and twin.settings == mine.settings
+    assert eval(repr(mine), vars(nf)) == mine
+    assert dataclasses.replace(mine, four_over_six="none") == nf.FP4Recipe("mine")
+    assert nf.linear(torch.ones(2, 16), torch.ones(4, 16), None, mine).shape == (2, 4)

@@ -10,7 +10,7 @@ import torch
 
 from narrowfloat import settings
 from narrowfloat.formats import HIGH_PRECISION
-from narrowfloat.settings import Backward, Forward
+from narrowfloat.settings import Backward, Forward, FP4Layer, FP4Quantize, Orientation
 
 HEADER = pathlib.Path(__file__).parents[1] / "csrc" / "settings.h"
 
@@ -53,3 +53,30 @@ def test_the_header_has_the_same_bits() -> None:
     )
     assert reals and reals[1] == "f32 = 0, bf16 = 1, f16 = 2"
     assert HIGH_PRECISION == (torch.float32, torch.bfloat16, torch.float16)
+
+
+def test_every_fp4_choice_comes_back() -> None:
+    flags = (False, True)
+    for six in itertools.product(flags, repeat=6):
+        for mx, two_d in itertools.product(flags, repeat=2):
+            choice = FP4Quantize(Orientation(*six), Orientation(*reversed(six)), mx, two_d)
+            assert FP4Quantize.unpack(choice.pack()) == choice
+    dtypes = (None, torch.float32, torch.bfloat16, torch.float16)
+    packed = {}
+    for choice in itertools.product(*[flags] * 8, dtypes, dtypes):
+        packed[FP4Layer(*choice).pack()] = FP4Layer(*choice)
+    assert len(packed) == 2**8 * 16
+    assert all(FP4Layer.unpack(bits) == choice for bits, choice in packed.items())
+
+
+def test_fp4_bits_are_the_contracts() -> None:
+    """csrc/fp4_linear.cpp names the same."""
+    for at, bit in enumerate((1, 2, 4, 8, 16, 32)):
+        one = Orientation(*(i == at for i in range(6)))
+        assert FP4Quantize(rows=one).pack() == bit and FP4Quantize(columns=one).pack() == bit << 8
+    assert FP4Quantize(mx=True).pack() == 1 << 16 and FP4Quantize(two_d=True).pack() == 1 << 17
+    for at, bit in enumerate((1, 2, 4, 8, 16, 32, 64, settings.NEED_DX)):
+        assert FP4Layer(*(i == at for i in range(8))).pack() == bit  # type: ignore[arg-type]
+    assert FP4Layer(wanted=True).pack() == settings.SAVE_X
+    layer = FP4Layer(dw_dtype=torch.float32, db_dtype=torch.float16)
+    assert layer.pack() == settings.DW[torch.float32] | settings.DB[torch.float16]

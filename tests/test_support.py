@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +21,7 @@ FP8 = nf.RECIPES["fp8"]
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cards]:
     """cards((9, 0), (8, 0)): pretends that CUDA devices of these capabilities are here."""
-    known = set(support.ready)
+    known, known_fp4 = set(support.ready), set(support.ready_fp4)
 
     def pretend(*capabilities: tuple[int, int]) -> None:
         monkeypatch.setattr(support._binary, "problem", None)
@@ -30,10 +32,13 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cards]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
         support.ready.clear()
         support.ready.update({torch.device("cpu"), torch.device("meta")})
+        support.ready_fp4.clear()
+        support.ready_fp4.update(support.ready)
 
     yield pretend
-    support.ready.clear()
-    support.ready.update(known)
+    for found, before in ((support.ready, known), (support.ready_fp4, known_fp4)):
+        found.clear()
+        found.update(before)
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
@@ -47,6 +52,49 @@ def test_native(cards: Cards, capability: tuple[int, int]) -> None:
         assert answer.reason.endswith("; " + ran)
     support.require(FP8, torch.device("cuda", 0))
     assert torch.device("cuda", 0) in support.ready
+
+
+@pytest.mark.parametrize("name", sorted(set(nf.RECIPES) - {"fp8"}))
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])
+def test_native_fp4(cards: Cards, capability: tuple[int, int], name: str) -> None:
+    cards(capability)
+    answer = nf.supported(name, 0)
+    assert answer and answer.how == "native"
+    assert "FP4 tensor cores" in answer.reason and "cuBLASLt" in answer.reason
+    assert answer.reason.endswith("; not run on hardware")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        support.require(nf.RECIPES[name], torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+def test_emulated_fp4_warns_once(cards: Cards, capability: tuple[int, int]) -> None:
+    cards(capability, capability)
+    answer = nf.supported("nvfp4", 0)
+    assert answer and answer.ok and answer.how == "emulation"
+    assert "no FP4 tensor cores" in answer.reason and "bf16" in answer.reason
+    for name in ("nvfp4", "mxfp4"):  # the second is quiet
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            support.require(nf.RECIPES[name], torch.device("cuda", 0))
+            support.require(nf.RECIPES[name], torch.device("cuda", 0))
+            support.require(FP8, torch.device("cuda", 0))
+        assert len(caught) == (name == "nvfp4")
+        for each in caught:
+            assert each.category is support.EmulationWarning
+            assert "recipe nvfp4 on cuda:0" in str(each.message)
+    with pytest.warns(support.EmulationWarning, match="cuda:1"):
+        support.require(nf.RECIPES["mxfp4"], torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize("name", sorted(nf.RECIPES))
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (7, 5), (11, 0), (6, 1)])
+def test_refused_by_every_recipe(cards: Cards, capability: tuple[int, int], name: str) -> None:
+    cards(capability)
+    answer = nf.supported(name, "cuda")
+    assert not answer and f"recipe {name} needs" in answer.reason
+    with pytest.raises(NotImplementedError, match=f"recipe {name}, got cuda:0"):
+        support.require(nf.RECIPES[name], torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (7, 5), (11, 0), (6, 1)])
@@ -149,13 +197,17 @@ def test_table_has_every_recipe_and_architecture() -> None:
     lines = support.support_table().splitlines()
     assert len({line.count("|") for line in lines}) == 1  # as many cells everywhere
     assert lines[1] == "| --- | --- | --- | --- | --- |"
-    for name in nf.RECIPES:
+    for name, recipe in nf.RECIPES.items():
+        fp4 = isinstance(recipe, nf.FP4Recipe)
+        own = [x for x in lines if name in re.split(r"[|, ]+", x.split("|")[1])]
+        assert len(own) == len(support.ARCHITECTURES) + 2
         for row in support.ARCHITECTURES:
-            mine = [x for x in lines if x.startswith(f"| {name} | {row.sm} |")]
-            assert len(mine) == 1
-            assert row.chips in mine[0] and "native" in mine[0] and mine[0].endswith(f"{row.ran} |")
-        assert any(x.startswith(f"| {name} | CPU | | reference") for x in lines)
-    assert len(lines) == 2 + len(nf.RECIPES) * (len(support.ARCHITECTURES) + 2)
+            mine = [x for x in own if f"| {row.sm} |" in x]
+            assert len(mine) == 1 and row.chips in mine[0]
+            assert ("native" if row.native(fp4) else "exact emulation") in mine[0]
+            assert mine[0].endswith(f"| {row.ran(fp4)} |")
+        assert any("| CPU | | reference" in x for x in own)
+    assert len(lines) == 2 + 2 * (len(support.ARCHITECTURES) + 2)
 
 
 def test_readme_holds_the_table() -> None:

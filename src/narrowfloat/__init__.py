@@ -1,19 +1,40 @@
-"""FP8 linear layers and matmuls for training in PyTorch. What is public, and nothing else."""
+"""FP8 and FP4 linear layers for training in PyTorch. What is public, and nothing else."""
 
 from . import _binary as _binary
 from . import ops as ops
 from ._version import __version__
 from .autograd import LinearFunction, linear, matmul
+from .autograd_fp4 import FP4LinearFunction
 from .convert import Report, convert, plan
-from .modules import FP8Linear, Linear
-from .ops import QuantizedTensor, quantize
-from .recipe import RECIPES, Gemm, Recipe
+from .modules import FP4Linear, FP8Linear, Linear
+from .quantized import FP4Tensor, QuantizedTensor, quantize
+from .recipe import RECIPES, FP4Recipe, Gemm, Recipe
 from .reuse import reuse_weights
-from .seeds import fp8_linear_backward, fp8_linear_forward, fp8_mm, fp8_mm_view
+from .seeds import (
+    FP4DequantizeFunction,
+    FP4MatMulFunction,
+    FP4QuantizeFunction,
+    fp4_dequantize,
+    fp4_matmul,
+    fp4_matmul_backward_A,
+    fp4_matmul_backward_B,
+    fp4_quantize,
+    fp8_linear_backward,
+    fp8_linear_forward,
+    fp8_mm,
+    fp8_mm_view,
+)
 from .support import Support, supported
 
 __all__ = [
     "RECIPES",
+    "FP4DequantizeFunction",
+    "FP4Linear",
+    "FP4LinearFunction",
+    "FP4MatMulFunction",
+    "FP4QuantizeFunction",
+    "FP4Recipe",
+    "FP4Tensor",
     "FP8Linear",
     "Gemm",
     "Linear",
@@ -24,6 +45,11 @@ __all__ = [
     "Support",
     "__version__",
     "convert",
+    "fp4_dequantize",
+    "fp4_matmul",
+    "fp4_matmul_backward_A",
+    "fp4_matmul_backward_B",
+    "fp4_quantize",
     "fp8_linear_backward",
     "fp8_linear_forward",
     "fp8_mm",

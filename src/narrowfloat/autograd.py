@@ -9,7 +9,8 @@ from torch import Tensor
 
 from . import ops, support
 from . import recipe as recipes
-from .recipe import Recipe
+from .autograd_fp4 import FP4LinearFunction
+from .recipe import AnyRecipe, FP4Recipe, Recipe
 from .reference import check_quantizable
 from .reuse import Held
 from .settings import DB, DW, NEED_DX, SAVE_X
@@ -69,13 +70,14 @@ class LinearFunction(torch.autograd.Function):
 # What Function.apply calls once it has looked for functorch's transforms; the look alone is 3 of
 # the 8 us that an empty function costs (benchmarks/results/cpu).
 _apply = super(torch.autograd.Function, LinearFunction).apply
+_apply_fp4 = super(torch.autograd.Function, FP4LinearFunction).apply
 
 
 def linear(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None = None,
-    recipe: str | Recipe = "fp8",
+    recipe: str | AnyRecipe = "fp8",
     *,
     held: Held | None = None,
 ) -> Tensor:
@@ -83,20 +85,24 @@ def linear(
 
     x, w, bias: fp32, bf16 or fp16 in any mix, any sizes and strides, all on one device. y has
     the dtype of x, or autocast's where it is on; each gradient has its tensor's dtype. w is
-    quantized from its own dtype (a master weight in fp32 is not rounded to bf16 first).
-    Differentiable once. `held` is a weight that reuse_weights() already quantized.
+    quantized from its own dtype (a master weight in fp32 is not rounded to bf16 first, but in FP4
+    every operand is). Differentiable once. `held` is a weight that reuse_weights() already
+    quantized.
 
     TypeError or ValueError for operands that do not fit; NotImplementedError where the device
     cannot run the recipe, with the reason.
     """
     if type(recipe) is not Recipe:
         recipe = recipes.get(recipe)
-    if getattr(x, "device", None) not in support.ready:
+    ready = support.ready if type(recipe) is Recipe else support.ready_fp4
+    if getattr(x, "device", None) not in ready:
         check_quantizable(x, "linear")
         support.require(recipe, x.device)
     kind = "cuda" if x.is_cuda else "cpu"
     if torch.is_autocast_enabled(kind) and x.is_floating_point():
         x = x.to(torch.get_autocast_dtype(kind))
+    if isinstance(recipe, FP4Recipe):
+        return _linear_fp4(x, w, bias, recipe)
     if torch.is_grad_enabled():
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return LinearFunction.apply(x, w, bias, recipe, held)
@@ -106,7 +112,15 @@ def linear(
     return ops.linear_forward(x, w, bias, w_rows, w_scale, recipe.forward_settings)[0]
 
 
-def matmul(a: Tensor, b: Tensor, recipe: str | Recipe = "fp8") -> Tensor:
+def _linear_fp4(x: Tensor, w: Tensor, bias: Tensor | None, recipe: FP4Recipe) -> Tensor:
+    if not torch.is_grad_enabled():
+        return ops.fp4_linear_forward(x, w, bias, recipe.settings)[0]
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return FP4LinearFunction.apply(x, w, bias, recipe)
+    return _apply_fp4(x, w, bias, recipe)
+
+
+def matmul(a: Tensor, b: Tensor, recipe: str | AnyRecipe = "fp8") -> Tensor:
     """a [..., M,K] b [K,N] -> [..., M,N], as torch.matmul, both operands quantized by `recipe`.
 
     a may have one dimension or more, b has two (a batch of b is refused: quantize a loop over

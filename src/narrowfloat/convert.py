@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -11,7 +12,7 @@ from torch import nn
 
 from . import recipe as recipes
 from .modules import Linear
-from .recipe import Recipe
+from .recipe import AnyRecipe, FP4Recipe
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ Filter = Callable[[str, nn.Linear], bool] | str | Sequence[str] | None
 class Report:
     """What convert() did, or plan() would do: names of the layers, and why some were left."""
 
-    recipe: Recipe
+    recipe: AnyRecipe
     converted: list[str] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
 
@@ -58,6 +59,41 @@ def _heads(model: nn.Module, linears: list[tuple[str, nn.Linear]]) -> dict[int, 
     return {id(linears[-1][1]): "the last linear of the model, taken for its LM head"}
 
 
+def _blocks(linears: list[tuple[str, nn.Linear]]) -> tuple[str, list[int]]:
+    """(prefix, indices in order) of the model's blocks: the longest run of names prefix.<i>.… that
+    hold linears. A run that comes again under another index of an outer one, as the experts of
+    each block do, lies inside blocks and is none."""
+    runs: dict[tuple[str, ...], set[int]] = {}
+    for name, _ in linears:
+        parts = name.split(".") if name else []
+        for at, part in enumerate(parts):
+            if part.isdecimal():
+                runs.setdefault(tuple(parts[:at]), set()).add(int(part))
+    shapes = [tuple("*" if part.isdecimal() else part for part in prefix) for prefix in runs]
+    single = [run for run, shape in zip(runs, shapes, strict=True) if shapes.count(shape) == 1]
+    if not single:
+        return "", []
+    longest = max(single, key=lambda run: len(runs[run]))
+    return ".".join(longest), sorted(runs[longest])
+
+
+def _last_blocks(linears: list[tuple[str, nn.Linear]], keep: float) -> dict[int, str]:
+    """id -> reason, for the linears of the last `keep` of the blocks."""
+    prefix, blocks = _blocks(linears)
+    count = math.ceil(round(keep * len(blocks), 6))  # .15 of 20 is 3, whatever its last bit says
+    if len(blocks) < 2 or count == 0:
+        return {}
+    of = f"of the {len(blocks)} blocks in {prefix or 'the model'}"
+    why = f"in the last {count} {of} (keep_last=0 converts them)"
+    start = prefix + "." if prefix else ""
+    kept = tuple(f"{start}{block}" for block in blocks[-count:])
+    return {
+        id(module): why
+        for name, module in linears
+        if any(name == block or name.startswith(block + ".") for block in kept)
+    }
+
+
 def _matches(filter: Filter, name: str, module: nn.Linear) -> bool:
     if filter is None:
         return True
@@ -69,10 +105,11 @@ def _matches(filter: Filter, name: str, module: nn.Linear) -> bool:
 
 def plan(
     model: nn.Module,
-    recipe: str | Recipe = "fp8",
+    recipe: str | AnyRecipe = "fp8",
     filter: Filter = None,
     *,
     head: bool = False,
+    keep_last: float = 0.15,
 ) -> Report:
     """What convert() with the same arguments would do; changes nothing."""
     report = Report(recipes.get(recipe))
@@ -82,7 +119,11 @@ def plan(
             f"convert: expected a model with nn.Linear layers, got {type(model).__name__} "
             "without any"
         )
+    if not 0 <= keep_last <= 1:
+        raise ValueError(f"convert: expected keep_last from 0 to 1, got {keep_last}")
     heads = {} if head else _heads(model, linears)
+    fp4 = isinstance(report.recipe, FP4Recipe)
+    last = _last_blocks(linears, keep_last) if fp4 else {}
     matched = 0
     for name, module in linears:
         if not _matches(filter, name, module):
@@ -97,6 +138,8 @@ def plan(
             report.left.append((name, "its forward was replaced on the instance"))
         elif id(module) in heads:
             report.left.append((name, f"{heads[id(module)]} (head=True converts it)"))
+        elif id(module) in last:
+            report.left.append((name, last[id(module)]))
         else:
             report.converted.append(name)
     if matched == 0:
@@ -111,10 +154,11 @@ def plan(
 
 def convert(
     model: nn.Module,
-    recipe: str | Recipe = "fp8",
+    recipe: str | AnyRecipe = "fp8",
     filter: Filter = None,
     *,
     head: bool = False,
+    keep_last: float = 0.15,
 ) -> Report:
     """Turn model's nn.Linear layers into narrowfloat Linear layers with `recipe`, in place.
 
@@ -123,10 +167,14 @@ def convert(
     else the last linear) is left unless head=True. `filter` narrows the choice: a function
     (name, module) -> bool, or one or more shell patterns for whole names ("blocks.*.mlp.*").
 
+    With an FP4 recipe the linears of the last `keep_last` of the blocks are left too, as others
+    train in FP4 (arXiv 2509.25149: the last layers bear it least); rounded up, 0 converts all.
+    The blocks are the longest numbered run that holds linears ("blocks.0.qkv", "blocks.1.qkv").
+
     Returns a Report of what was converted and what was left and why (print it). ValueError if
     the filter matches nothing or there is no linear layer.
     """
-    report = plan(model, recipe, filter, head=head)
+    report = plan(model, recipe, filter, head=head, keep_last=keep_last)
     for name in report.converted:
         module = model.get_submodule(name)
         module.__class__ = Linear

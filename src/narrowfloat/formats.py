@@ -1,7 +1,8 @@
-"""Decides what each narrow format is: its element, its largest value, its code in operators."""
+"""Decides what each narrow format is: its element, its block, its largest value, its padding."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,33 @@ FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2)}
 BY_CODE: dict[int, Format] = {f.code: f for f in FORMATS.values()}
 BY_DTYPE: dict[torch.dtype, Format] = {f.dtype: f for f in FORMATS.values()}
 
+# FP4 (OCP MX specification 2023 for E2M1 and UE8M0; NVFP4: arXiv 2509.25149). The element of both
+# is E2M1: bits 0 to 2 of a code count up this grid, bit 3 is the sign.
+FP4_GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Inside the operators every block scale is an E4M3 byte for each group of 16 along the contraction.
+GROUP = 16
+# The rotation of a group: element i is negated where bit i is 1, then multiplied by the 16 x 16
+# Hadamard matrix. One constant, so that both operands of a product are rotated alike.
+SIGNS = 0xB274
+
+
+class BlockFormat(NamedTuple):
+    """One row of the table of formats with a scale a block."""
+
+    name: str
+    bits: int
+    max: float  # largest value of the element
+    block: int  # elements along the contraction that share a scale
+    scale: torch.dtype  # of a block's scale, as quantize() returns it
+    per_tensor: bool  # whether an fp32 scale of the whole tensor comes on top
+    nan: int  # the scale byte of a block that holds a NaN or an Inf
+
+
+NVFP4 = BlockFormat("nvfp4", 4, 6.0, 16, torch.float8_e4m3fn, True, 0x7F)
+MXFP4 = BlockFormat("mxfp4", 4, 6.0, 32, torch.float8_e8m0fnu, False, 0xFF)
+
+BLOCK_FORMATS: dict[str, BlockFormat] = {f.name: f for f in (NVFP4, MXFP4)}
+
 # dtypes that are quantized, and that a GEMM writes; in the order of quantize.h's Real
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,9 +65,38 @@ def padded(size: int) -> int:
     return -(-size // PAD) * PAD
 
 
-def get(name: str, who: str = "quantize") -> Format:
-    """The format called `name`; ValueError names `who` asked and what there is."""
+# An FP4 operand of R rows that is contracted along C: its codes, two a byte, are
+# [padded(R), padded32(C) / 2]. Its scales lie in the tiles of 128 rows x 4 groups that cuBLASLt
+# reads (its manual, "1D block scaling factors layout").
+TILE_ROWS, TILE_GROUPS = 128, 4
+
+
+def padded32(size: int) -> int:
+    """The smallest multiple of 32, a block of mxfp4, that holds `size`."""
+    return -(-size // 32) * 32
+
+
+def codes_shape(rows: int, cols: int) -> tuple[int, int]:
+    """Of the packed codes of an FP4 operand [rows, cols]; two codes a byte."""
+    return padded(rows), padded32(cols) // 2
+
+
+def scale_groups(cols: int) -> int:
+    """Scale bytes a row of an FP4 operand, those of the padding included."""
+    return -(-cols // (GROUP * TILE_GROUPS)) * TILE_GROUPS
+
+
+def scales_size(rows: int, cols: int) -> int:
+    """Bytes of the tiled scales of an FP4 operand [rows, cols]."""
+    return -(-rows // TILE_ROWS) * TILE_ROWS * scale_groups(cols)
+
+
+def get(name: str, who: str = "quantize", also: Iterable[str] = ()) -> Format:
+    """The format with one scale a tensor that is called `name`; ValueError names `who` asked and
+    what there is, `also` included."""
     found = FORMATS.get(name) if isinstance(name, str) else None
     if found is None:
-        raise ValueError(f"{who}: expected a format out of {sorted(FORMATS)}, got {name!r}")
+        raise ValueError(
+            f"{who}: expected a format out of {sorted([*FORMATS, *also])}, got {name!r}"
+        )
     return found

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from . import recipe as recipes
 from .autograd import linear
-from .recipe import Recipe
+from .recipe import AnyRecipe
 from .reuse import WeightCache
 
 
@@ -17,10 +17,10 @@ class Linear(nn.Linear):
     """nn.Linear whose three products run in the formats of `recipe`.
 
     Same constructor otherwise, same parameters, same state_dict both ways. The weight stays in
-    its own dtype and is quantized at each forward (once, inside reuse_weights()).
+    its own dtype and is quantized at each forward (once, inside reuse_weights(), by FP8 recipes).
     """
 
-    recipe: Recipe = recipes.RECIPES["fp8"]
+    recipe: AnyRecipe = recipes.RECIPES["fp8"]
     weight_cache: WeightCache | None = None  # set by reuse_weights() while it is open
 
     def __init__(
@@ -31,7 +31,7 @@ class Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        recipe: str | Recipe = "fp8",
+        recipe: str | AnyRecipe = "fp8",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = recipes.get(recipe)
@@ -52,3 +52,21 @@ class Linear(nn.Linear):
 
 class FP8Linear(Linear):
     """Linear with the recipe "fp8": per-tensor scales, x and w in E4M3, dy in E5M2."""
+
+
+class FP4Linear(Linear):
+    """Linear with the recipe "nvfp4": all three products in FP4, as FP4Recipe describes."""
+
+    recipe: AnyRecipe = recipes.NVFP4
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: str | AnyRecipe = "nvfp4",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype, recipe=recipe)

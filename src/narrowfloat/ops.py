@@ -5,15 +5,15 @@ The CUDA implementations register from csrc/ops.cpp, the CPU's are reference.py.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _binary, formats, recipe, reference, support
-from .formats import BY_CODE, HIGH_PRECISION, padded
-from .reference import SCALE, check_linear, check_quantizable
-from .settings import Backward, Forward
+from . import _binary, recipe, reference, reference_fp4, support
+from .formats import BY_CODE, HIGH_PRECISION, codes_shape, padded, padded32, scales_size
+from .reference import SCALE, check_linear
+from .settings import Backward, Forward, FP4Layer, FP4Quantize
 
 _library = torch.library.Library("narrowfloat", "DEF")
 
@@ -38,6 +38,20 @@ _SCHEMAS = {
     reference.linear_backward: (
         "linear_backward(Tensor dy, Tensor? x_columns, Tensor? scales, Tensor? w,"
         " Tensor? w_columns, Tensor? w_scale, int in_features, int settings)"
+        " -> (Tensor dx, Tensor dw, Tensor db)"
+    ),
+    reference_fp4.fp4_quantize: (
+        "fp4_quantize(Tensor x, Tensor? seed, int settings)"
+        " -> (Tensor rows, Tensor rows_scales, Tensor columns, Tensor columns_scales,"
+        " Tensor scales)"
+    ),
+    reference_fp4.fp4_linear_forward: (
+        "fp4_linear_forward(Tensor x, Tensor w, Tensor? bias, int settings)"
+        " -> (Tensor y, Tensor x_columns, Tensor x_columns_scales, Tensor scales)"
+    ),
+    reference_fp4.fp4_linear_backward: (
+        "fp4_linear_backward(Tensor dy, Tensor? x_columns, Tensor? x_columns_scales,"
+        " Tensor? scales, Tensor? w, Tensor? seed, int in_features, int settings)"
         " -> (Tensor dx, Tensor dw, Tensor db)"
     ),
 }
@@ -80,6 +94,14 @@ scaled_mm_op = Operator(_ops.scaled_mm.default)
 scaled_mm_accumulate_op = Operator(_ops.scaled_mm_accumulate_.default)
 linear_forward = Operator(_ops.linear_forward.default)
 linear_backward = Operator(_ops.linear_backward.default)
+fp4_quantize_op = Operator(_ops.fp4_quantize.default)
+fp4_linear_forward = Operator(_ops.fp4_linear_forward.default)
+fp4_linear_backward = Operator(_ops.fp4_linear_backward.default)
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """What one call rounds stochastically by, int64 [2], from torch's generator of the device."""
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
 def _rows_of(x: Tensor) -> int:  # a SymInt while shapes are traced
@@ -89,7 +111,8 @@ def _rows_of(x: Tensor) -> int:  # a SymInt while shapes are traced
     return rows
 
 
-# The operators' fakes: shapes and dtypes of what reference.py's functions of these names return.
+# The operators' fakes: shapes and dtypes of what the functions of these names return in
+# reference.py and reference_fp4.py.
 
 
 @torch.library.register_fake("narrowfloat::quantize")
@@ -163,52 +186,58 @@ def _linear_backward(
     )
 
 
-class QuantizedTensor(NamedTuple):
-    """A tensor in a narrow format: real = data * scale.
-
-    data: codes in the format's torch dtype, the shape of the original; scale: fp32 [];
-    format: its name; dtype: what the original had.
-    """
-
-    data: Tensor
-    scale: Tensor
-    format: str
-    dtype: torch.dtype
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values, of the original's shape, multiplied in fp32 and rounded once to `dtype`
-        (default: the original's)."""
-        return (self.data.float() * self.scale).to(dtype or self.dtype)
-
-
-def quantize(x: Tensor, format: str = "e4m3") -> QuantizedTensor:
-    """Quantize x (fp32, bf16 or fp16, any shape) with one scale, amax / max, for the whole tensor.
-
-    Rounds to nearest even and saturates. NaN or Inf anywhere makes the scale non-finite; a zero
-    tensor gives zeros and the scale 1. The result carries no gradient. `data` is a view whose
-    rows start on 16-byte boundaries, so the last dimension's stride is 1 but it need not be
-    contiguous.
-    """
-    check_quantizable(x, "quantize")
-    fmt = formats.get(format)
-    support.require(recipe.RECIPES["fp8"], x.device)
-    rows, _, scale = quantize_op(x.detach(), fmt.code, True, False)
+@torch.library.register_fake("narrowfloat::fp4_quantize")
+def _fp4_quantize(
+    x: Tensor, seed: Tensor | None, settings: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     m, k = _rows_of(x), x.shape[-1]
-    data = rows[:m, :k]
-    if x.dim() != 2:
-        data = data.as_strided(x.shape, _row_strides(x.shape, padded(k)))
-    return QuantizedTensor(data, scale[0], fmt.name, x.dtype)
+    choices = FP4Quantize.unpack(settings)
+    made = []
+    for how, rows, cols in ((choices.rows, m, k), (choices.columns, k, m)):
+        packed = how.wanted and not how.operand
+        if how.wanted and how.operand:
+            made.append(x.new_empty((padded(rows), padded32(cols)), dtype=torch.bfloat16))
+        else:
+            made.append(x.new_empty(codes_shape(rows, cols) if packed else (0,), dtype=torch.uint8))
+        size = scales_size(rows, cols) if packed else 0
+        made.append(x.new_empty((size,), dtype=torch.uint8))
+    scales = x.new_empty((reference_fp4.SCALES,), dtype=torch.float32)
+    return made[0], made[1], made[2], made[3], scales
 
 
-def _row_strides(shape: torch.Size, row_stride: int) -> tuple[int, ...]:
-    strides = [1]
-    stride = row_stride
-    for size in reversed(shape[1:-1]):
-        strides.append(stride)
-        stride *= size
-    if len(shape) > 1:
-        strides.append(stride)
-    return tuple(reversed(strides))
+@torch.library.register_fake("narrowfloat::fp4_linear_forward")
+def _fp4_linear_forward(
+    x: Tensor, w: Tensor, bias: Tensor | None, settings: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_linear(x, w, bias, "linear")
+    save = FP4Layer.unpack(settings).wanted
+    m, (n, k) = _rows_of(x), w.shape
+    return (
+        x.new_empty((*x.shape[:-1], n)),
+        x.new_empty(codes_shape(k, m) if save else (0,), dtype=torch.uint8),
+        x.new_empty((scales_size(k, m) if save else 0,), dtype=torch.uint8),
+        x.new_empty((reference_fp4.SCALES,), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("narrowfloat::fp4_linear_backward")
+def _fp4_linear_backward(
+    dy: Tensor,
+    x_columns: Tensor | None,
+    x_columns_scales: Tensor | None,
+    scales: Tensor | None,
+    w: Tensor | None,
+    seed: Tensor | None,
+    in_features: int,
+    settings: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    choices = FP4Layer.unpack(settings)
+    n, dw_dtype, db_dtype = dy.shape[-1], choices.dw_dtype, choices.db_dtype
+    return (
+        dy.new_empty((*dy.shape[:-1], in_features) if choices.wanted else (0,)),
+        dy.new_empty((n, in_features) if dw_dtype is not None else (0,), dtype=dw_dtype),
+        dy.new_empty((n,) if db_dtype is not None else (0,), dtype=db_dtype),
+    )
 
 
 def scaled_mm(
@@ -262,5 +291,5 @@ def scaled_mm(
             f"{who}: expected bias [{n}] in float32, bfloat16 or float16, got "
             f"{tuple(bias.shape)} in {bias.dtype}"
         )
-    support.require(recipe.RECIPES["fp8"], a.device)
+    support.require(recipe.FP8, a.device)
     return scaled_mm_op(a, b, a_scale, b_scale, bias, out_dtype, fast)

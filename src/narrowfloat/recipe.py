@@ -1,11 +1,11 @@
-"""Decides which format and accumulation each of the six operands of a linear layer gets."""
+"""Decides which format, rounding and accumulation each of a linear layer's six operands gets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from . import formats
-from .settings import Backward, Forward
+from .settings import Backward, Forward, FP4Layer
 
 ACCUMULATE = ("fast", "exact")
 
@@ -85,12 +85,87 @@ class Recipe:
         return self.name
 
 
-RECIPES: dict[str, Recipe] = {"fp8": Recipe()}
+FOUR_OVER_SIX = ("none", "x", "w", "both")
 
 
-def get(recipe: str | Recipe) -> Recipe:
-    """The Recipe that `recipe` is or names; ValueError lists the names there are."""
-    if isinstance(recipe, Recipe):
+@dataclass(frozen=True)
+class FP4Recipe:
+    """How a linear layer y = x w^T is computed in FP4, all three products of it.
+
+    format: "nvfp4" (a scale each 16 elements and one a tensor) or "mxfp4" (a power of two each
+    32). weights_2d: w in blocks of 16 x 16, so that fprop and dgrad see the same numbers (nvfp4
+    alone; mxfp4 quantizes w along each contraction). rotate_wgrad: a 16-wide Hadamard transform
+    with fixed signs on both operands of wgrad. stochastic_dy: dy is rounded stochastically, so
+    that its error averages out; the random bits come from torch's generator. All on by default,
+    as others train (arXiv 2509.25149).
+
+    four_over_six: "none", "x", "w" or "both": of these, each block maps its largest value to 6 or
+    to 4, whichever has the smaller squared error (nvfp4 alone; arXiv 2512.02010). scale_up_dy:
+    block scales of dy are rounded up so that nothing saturates and stochastic rounding is unbiased
+    (in mxfp4 they always are).
+    """
+
+    name: str = "nvfp4"
+    format: str = "nvfp4"
+    weights_2d: bool = True
+    rotate_wgrad: bool = True
+    stochastic_dy: bool = True
+    four_over_six: str = "none"
+    scale_up_dy: bool = False
+
+    # what the operators are told, found once: a packed FP4Layer, without what is wanted
+    settings: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.format not in formats.BLOCK_FORMATS:
+            raise ValueError(
+                f"FP4Recipe: expected a format out of {sorted(formats.BLOCK_FORMATS)}, got "
+                f"{self.format!r}"
+            )
+        if self.four_over_six not in FOUR_OVER_SIX:
+            raise ValueError(
+                f"FP4Recipe: expected four_over_six out of {FOUR_OVER_SIX}, got "
+                f"{self.four_over_six!r}"
+            )
+        mx = self.format == "mxfp4"
+        if mx and self.four_over_six != "none":
+            raise ValueError(
+                f"FP4Recipe: expected four_over_six='none' in mxfp4, got {self.four_over_six!r} "
+                "(its scales are powers of two: none lies between those of 6 and of 4)"
+            )
+        layer = FP4Layer(
+            mx,
+            self.weights_2d and not mx,
+            self.rotate_wgrad,
+            self.stochastic_dy,
+            self.four_over_six in ("x", "both"),
+            self.four_over_six in ("w", "both"),
+            self.scale_up_dy,
+        )
+        object.__setattr__(self, "settings", layer.pack())
+
+    def __str__(self) -> str:
+        return self.name
+
+
+AnyRecipe = Recipe | FP4Recipe
+
+FP8, NVFP4 = Recipe(), FP4Recipe()
+RECIPES: dict[str, AnyRecipe] = {
+    recipe.name: recipe
+    for recipe in (
+        FP8,
+        NVFP4,
+        FP4Recipe("mxfp4", "mxfp4"),
+        FP4Recipe("nvfp4_four_over_six", four_over_six="both"),
+        FP4Recipe("nvfp4_unbiased", scale_up_dy=True),
+    )
+}
+
+
+def get(recipe: str | AnyRecipe) -> AnyRecipe:
+    """The recipe that `recipe` is or names; ValueError lists the names there are."""
+    if isinstance(recipe, AnyRecipe):
         return recipe
     found = RECIPES.get(recipe) if isinstance(recipe, str) else None
     if found is None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import _binary, formats, ops
-from .recipe import Recipe
+from .recipe import AnyRecipe, FP4Recipe
 
 
 class Held(NamedTuple):
@@ -34,9 +34,11 @@ class WeightCache:
         self.open = 0  # contexts entered and not left
         self._held: dict[int, tuple[Tensor, tuple[Any, ...], Tensor, Held]] = {}
 
-    def get(self, w: Tensor, recipe: Recipe) -> Held | None:
+    def get(self, w: Tensor, recipe: AnyRecipe) -> Held | None:
         """w quantized as `recipe` wants it, made now if what is held does not fit; None where
         nothing may be held."""
+        if isinstance(recipe, FP4Recipe):
+            return None
         if self.open == 0 or torch.compiler.is_compiling() or w.is_inference():
             return None  # an inference tensor counts no versions
         # What is held was written on one stream, in one capture or in none; elsewhere its
@@ -74,7 +76,8 @@ def reuse_weights(model: nn.Module) -> Iterator[nn.Module]:
     Both orientations of each weight are held in FP8 (2 bytes an element) until the context is
     left, an optimizer steps, or the weight's version changes (any in-place operation). Writes
     that PyTorch does not count, those through `.data`, are not seen: leave the context first.
-    A weight that is computed at each forward (a parametrization) is not held. Code under
+    A weight that is computed at each forward (a parametrization) is not held, nor is one of a layer
+    with an FP4 recipe: both are quantized at each forward as outside. Code under
     torch.compile and modules that are called from several streams quantize as outside the context
     (again for each stream); a capture holds its own copies.
     """

@@ -1,16 +1,23 @@
-"""The four functions the project was started from: FP8 products without a module around them."""
+"""The functions the project was started from: FP8 and FP4 products without a module around them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from . import formats, ops, recipe, support
-from .autograd import linear
+from .autograd import linear, matmul
+from .autograd_fp4 import run_backward, run_forward
+from .formats import GROUP
+from .quantized import FP4Tensor, quantize
 from .reference import check_linear, check_quantizable
-from .settings import Backward
+from .reference_fp4 import SCALES, orientations_of_x
+from .settings import DW, NEED_DX, Backward, FP4Layer, FP4Quantize
 
-_FP8 = recipe.RECIPES["fp8"]
+_FP8, _NVFP4 = recipe.FP8, recipe.NVFP4
 
 
 def _operands(a: Tensor, b: Tensor, who: str) -> Tensor:
@@ -91,3 +98,137 @@ def fp8_linear_backward(
             wanted.pack(),
         )
     return (dx if need_dx else None, dw if need_dw else None, db if need_db else None)
+
+
+def fp4_quantize(x: Tensor) -> FP4Tensor:
+    """x (fp32, bf16 or fp16, [..., K]) to E2M1 in nvfp4: packed codes, block scales and a scale of
+    the tensor. As quantize(x, "nvfp4"), which has more formats and options. No gradient: see
+    FP4QuantizeFunction."""
+    return quantize(x, "nvfp4")
+
+
+def fp4_dequantize(q: FP4Tensor) -> Tensor:
+    """The values of q, of the shape and in the dtype that were quantized."""
+    if not isinstance(q, FP4Tensor):
+        raise TypeError(
+            f"fp4_dequantize: expected an FP4Tensor, got {type(q).__name__} "
+            "(narrowfloat.fp4_quantize gives one)"
+        )
+    return q.dequantize()
+
+
+def fp4_matmul(A: Tensor, B: Tensor) -> Tensor:
+    """A [..., M,K] B [K,N] -> [..., M,N] in nvfp4; raw operands (fp32, bf16 or fp16), quantized
+    inside. Differentiable, as matmul(A, B, "nvfp4"), which takes other recipes too."""
+    return matmul(A, B, _NVFP4)
+
+
+def fp4_matmul_backward_A(grad: Tensor, B: Tensor) -> Tensor:
+    """grad [..., M,N] B^T, for B [K,N] -> [..., M,K] in grad's dtype: the gradient of A. grad is
+    rounded stochastically, B in blocks of 16 x 16."""
+    who = "fp4_matmul_backward_A"
+    _check_gradient(grad, B, "B", who)
+    if B.dim() != 2 or grad.shape[-1] != B.shape[1]:
+        raise ValueError(
+            f"{who}: expected grad [..., M,N] and B [K,N] with one N, got {tuple(grad.shape)} and "
+            f"{tuple(B.shape)}"
+        )
+    with torch.no_grad():
+        seed = ops.draw_seed(grad.device)
+        settings = _NVFP4.settings | NEED_DX
+        return ops.fp4_linear_backward(grad, None, None, None, B.t(), seed, B.shape[0], settings)[0]
+
+
+def fp4_matmul_backward_B(A: Tensor, grad: Tensor) -> Tensor:
+    """A^T grad, for A [..., M,K] and grad [..., M,N] -> [K,N] in A's dtype: the gradient of B. Both
+    are rotated along the contraction, grad is rounded stochastically."""
+    who = "fp4_matmul_backward_B"
+    _check_gradient(grad, A, "A", who)
+    if grad.shape[:-1] != A.shape[:-1]:
+        raise ValueError(
+            f"{who}: expected A [..., M,K] and grad [..., M,N] with one [..., M], got "
+            f"{tuple(A.shape)} and {tuple(grad.shape)}"
+        )
+    layer = FP4Layer.unpack(_NVFP4.settings)
+    of_a = orientations_of_x(layer, save=True).columns
+    with torch.no_grad():
+        _, _, columns, columns_scales, scales = ops.fp4_quantize_op(
+            A, None, FP4Quantize(columns=of_a, mx=layer.mx).pack()
+        )
+        seed = ops.draw_seed(grad.device)
+        settings = _NVFP4.settings | DW[A.dtype]
+        _, dw, _ = ops.fp4_linear_backward(
+            grad,
+            columns,
+            columns_scales,
+            pad(scales[1:2], (0, SCALES - 1)),
+            None,
+            seed,
+            A.shape[-1],
+            settings,
+        )
+    return dw.t()
+
+
+def _check_gradient(grad: Tensor, other: Tensor, name: str, who: str) -> None:
+    check_quantizable(grad, who, "grad")
+    check_quantizable(other, who, name)
+    if other.device != grad.device:
+        raise ValueError(
+            f"{who}: expected {name} on {grad.device} as grad is, got {other.device} "
+            "(move it there)"
+        )
+    support.require(_NVFP4, grad.device)
+
+
+class FP4MatMulFunction(torch.autograd.Function):
+    """A [..., M,K] B [K,N] -> [..., M,N] in nvfp4, with both gradients: apply(A, B)."""
+
+    @staticmethod
+    def forward(ctx: Any, A: Tensor, B: Tensor) -> Tensor:
+        check_quantizable(B, "FP4MatMulFunction", "B")
+        if B.dim() != 2:
+            raise ValueError(f"FP4MatMulFunction: expected B [K,N], got {tuple(B.shape)}")
+        support.require(_NVFP4, A.device)
+        return run_forward(ctx, (*ctx.needs_input_grad, False), A, B.t(), None, _NVFP4)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw, _ = run_backward(ctx, dy, "FP4MatMulFunction")
+        return dx, None if dw is None else dw.t()
+
+
+class FP4QuantizeFunction(torch.autograd.Function):
+    """x -> (grid values in x's dtype and shape, scales in fp32 of the same shape): apply(x). Their
+    product is x rounded to nvfp4. The gradient of the grid values passes to x unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        q = quantize(x, "nvfp4")
+        scales = q.scales.float() * q.scale  # [..., ceil(K / 16)]
+        scales = scales.repeat_interleave(GROUP, -1)[..., : q.width]
+        codes = q._replace(scales=torch.ones_like(q.scales), scale=torch.ones_like(q.scale))
+        ctx.mark_non_differentiable(scales)
+        return codes.dequantize(), scales
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:
+        return grad
+
+
+class FP4DequantizeFunction(torch.autograd.Function):
+    """(grid values, scales), as FP4QuantizeFunction gives them -> their product in the dtype of the
+    values: apply(values, scales). The gradient passes to the values unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, scales: Tensor) -> Tensor:
+        if values.shape != scales.shape:
+            raise ValueError(
+                f"FP4DequantizeFunction: expected values and scales of one shape, got "
+                f"{tuple(values.shape)} and {tuple(scales.shape)}"
+            )
+        return (values.float() * scales).to(values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

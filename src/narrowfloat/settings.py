@@ -71,3 +71,82 @@ class Backward(NamedTuple):
             dtypes[bits >> DW_SHIFT & 15],
             dtypes[bits >> DB_SHIFT & 15],
         )
+
+
+# FP4. Of fp4_quantize: six bits an orientation, rows from bit 0 and columns from bit 8, then
+FP4_COLUMNS_SHIFT = 8
+FP4_MX = 1 << 16  # blocks of 32 with powers of two; else 16 with E4M3 and one scale a tensor
+FP4_TWO_D = 1 << 17  # blocks of 16 x 16
+# bits of an orientation, in the order of Orientation's fields
+FP4_ORIENTATION = (1, 2, 4, 8, 16, 32)
+# Of a layer's two calls: bits 0 to 6 in the order of FP4Layer's fields, then SAVE_X or NEED_DX and
+# the dtypes of dw and db as above
+FP4_LAYER = (1, 2, 4, 8, 16, 32, 64)
+
+
+class Orientation(NamedTuple):
+    """How fp4_quantize makes one orientation of a tensor."""
+
+    wanted: bool = False
+    operand: bool = False  # as bf16, code x block scale, for a bf16 product; else packed
+    stochastic: bool = False  # rounding; else to nearest
+    rotated: bool = False
+    four_over_six: bool = False  # per block, its largest value becomes 6 or 4
+    scale_up: bool = False  # block scales rounded up: no value saturates
+
+    def pack(self) -> int:
+        return sum(bit for bit, on in zip(FP4_ORIENTATION, self, strict=True) if on)
+
+    @staticmethod
+    def unpack(bits: int) -> Orientation:
+        return Orientation(*(bool(bits & bit) for bit in FP4_ORIENTATION))
+
+
+class FP4Quantize(NamedTuple):
+    """The choices of fp4_quantize."""
+
+    rows: Orientation = Orientation()
+    columns: Orientation = Orientation()
+    mx: bool = False
+    two_d: bool = False
+
+    def pack(self) -> int:
+        flags = FP4_MX * self.mx | FP4_TWO_D * self.two_d
+        return self.rows.pack() | self.columns.pack() << FP4_COLUMNS_SHIFT | flags
+
+    @staticmethod
+    def unpack(bits: int) -> FP4Quantize:
+        return FP4Quantize(
+            Orientation.unpack(bits),
+            Orientation.unpack(bits >> FP4_COLUMNS_SHIFT),
+            bool(bits & FP4_MX),
+            bool(bits & FP4_TWO_D),
+        )
+
+
+class FP4Layer(NamedTuple):
+    """The choices of fp4_linear_forward and fp4_linear_backward."""
+
+    mx: bool = False
+    two_d_w: bool = False  # blocks of w are 16 x 16 (nvfp4 alone)
+    rotate: bool = False  # both operands of wgrad
+    stochastic_dy: bool = False
+    four_over_six_x: bool = False
+    four_over_six_w: bool = False
+    scale_up_dy: bool = False
+    wanted: bool = False  # forward: x's columns, SAVE_X; backward: dx, NEED_DX
+    dw_dtype: torch.dtype | None = None
+    db_dtype: torch.dtype | None = None
+
+    def pack(self) -> int:
+        flags = sum(bit for bit, on in zip(FP4_LAYER, self, strict=False) if on)
+        dw = 0 if self.dw_dtype is None else DW[self.dw_dtype]
+        db = 0 if self.db_dtype is None else DB[self.db_dtype]
+        return flags | NEED_DX * self.wanted | dw | db
+
+    @staticmethod
+    def unpack(bits: int) -> FP4Layer:
+        dtypes = (None, *HIGH_PRECISION)
+        wanted = bool(bits & NEED_DX)
+        dw, db = dtypes[bits >> DW_SHIFT & 15], dtypes[bits >> DB_SHIFT & 15]
+        return FP4Layer._make((*(bool(bits & bit) for bit in FP4_LAYER), wanted, dw, db))

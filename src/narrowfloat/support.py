@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
 
 from . import _binary
 from . import recipe as recipes
-from .recipe import Recipe
+from .recipe import AnyRecipe, FP4Recipe
 
 
 class Support(NamedTuple):
     """Whether a recipe runs on a device. Its truth value is `ok`."""
 
     ok: bool
-    how: str  # "native", "reference", or "no"
+    how: str  # "native", "emulation", "reference", or "no"
     reason: str
 
     def __bool__(self) -> bool:
@@ -28,29 +29,51 @@ class Architecture(NamedTuple):
     sm: str
     chips: str
     capabilities: tuple[tuple[int, int], ...]
-    ran: str  # on which hardware its code was run
+    has_fp4: bool  # tensor cores
+    ran_fp8: str  # on which hardware the code of a format was run
+    ran_fp4: str
+
+    def ran(self, fp4: bool) -> str:
+        return self.ran_fp4 if fp4 else self.ran_fp8
+
+    def native(self, fp4: bool) -> bool:
+        return self.has_fp4 or not fp4
 
 
+_NOT_RUN = "not run on hardware"
 ARCHITECTURES = (
-    Architecture("sm_89", "Ada (L4, L40S, GeForce RTX 40)", ((8, 9),), "not run on hardware"),
-    Architecture("sm_90", "Hopper (H100, H200)", ((9, 0),), "run on an H200"),
+    Architecture("sm_89", "Ada (L4, L40S, GeForce RTX 40)", ((8, 9),), False, _NOT_RUN, _NOT_RUN),
+    Architecture("sm_90", "Hopper (H100, H200)", ((9, 0),), False, "run on an H200", _NOT_RUN),
     Architecture(
-        "sm_100, sm_103", "Blackwell (B200, B300)", ((10, 0), (10, 3)), "not run on hardware"
+        "sm_100, sm_103", "Blackwell (B200, B300)", ((10, 0), (10, 3)), True, _NOT_RUN, _NOT_RUN
     ),
     Architecture(
         "sm_120, sm_121",
         "Blackwell (GeForce RTX 50, RTX PRO, GB10)",
         ((12, 0), (12, 1)),
-        "not run on hardware",
+        True,
+        _NOT_RUN,
+        _NOT_RUN,
     ),
 )
 
 
+class EmulationWarning(UserWarning):
+    """A recipe gives its numbers on a device, but not its speed; once a device."""
+
+
 def support_table() -> str:
-    """The support table in Markdown, one line a recipe and architecture. README holds it as is."""
+    """The support table in Markdown, a line for each architecture and the recipes that run alike.
+    README holds it as is."""
     rows = [("recipe", "architecture", "chips", "runs", "tested"), ("---",) * 5]
-    for name in recipes.RECIPES:
-        rows += [(name, a.sm, a.chips, "native (FP8 tensor cores)", a.ran) for a in ARCHITECTURES]
+    for fp4 in (False, True):
+        same = [n for n, r in recipes.RECIPES.items() if isinstance(r, FP4Recipe) == fp4]
+        name, native = ", ".join(same), f"native ({'FP4' if fp4 else 'FP8'} tensor cores)"
+        emulation = "exact emulation (bf16 tensor cores)"
+        rows += [
+            (name, a.sm, a.chips, native if a.native(fp4) else emulation, a.ran(fp4))
+            for a in ARCHITECTURES
+        ]
         rows.append((name, "other GPUs", "", "no", ""))
         rows.append((name, "CPU", "", "reference (slow, the same quantized bytes)", "run"))
     return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
@@ -82,7 +105,7 @@ def _architecture(capability: tuple[int, int]) -> Architecture | None:
 
 
 def supported(
-    recipe: str | Recipe = "fp8", device: torch.device | str | int | None = None
+    recipe: str | AnyRecipe = "fp8", device: torch.device | str | int | None = None
 ) -> Support:
     """Whether `recipe` runs on `device` (default: the current CUDA device, else the CPU).
 
@@ -125,16 +148,29 @@ def supported(
             f"the binary has code for {_binary.module.archs()}, not for sm_{capability[0]}"
             f"{capability[1]} of cuda:{index} (build it without NARROWFLOAT_CUDA_ARCHS)",
         )
-    return Support(True, "native", f"FP8 tensor cores of {row.chips} through cuBLASLt; {row.ran}")
+    fp4 = isinstance(recipe, FP4Recipe)
+    ran = row.ran(fp4)
+    if not row.native(fp4):
+        return Support(
+            True,
+            "emulation",
+            f"{row.chips} has no FP4 tensor cores: the same numbers through its bf16 ones; {ran}",
+        )
+    kind = "FP4" if fp4 else "FP8"
+    return Support(True, "native", f"{kind} tensor cores of {row.chips} through cuBLASLt; {ran}")
 
 
-# Devices that were found to run FP8; asked at every call. Every recipe needs the same of a device.
+# Devices that were found to run FP8, and FP4; asked at every call. All recipes of either need the
+# same of a device.
 ready: set[torch.device] = {torch.device("cpu"), torch.device("meta")}
+ready_fp4: set[torch.device] = {torch.device("cpu"), torch.device("meta")}
 
 
-def require(recipe: Recipe, device: torch.device) -> None:
-    """NotImplementedError with the reason where `recipe` does not run on `device`."""
-    if device in ready or torch.compiler.is_compiling():
+def require(recipe: AnyRecipe, device: torch.device) -> None:
+    """NotImplementedError with the reason where `recipe` does not run on `device`; a warning, the
+    first time, where it is emulated there."""
+    known = ready_fp4 if isinstance(recipe, FP4Recipe) else ready
+    if device in known or torch.compiler.is_compiling():
         return
     answer = supported(recipe, device)
     if not answer:
@@ -142,4 +178,10 @@ def require(recipe: Recipe, device: torch.device) -> None:
             f"narrowfloat: expected a device that runs recipe {recipe}, got {device}: "
             f"{answer.reason}"
         )
-    ready.add(device)
+    known.add(device)
+    if answer.how == "emulation":
+        warnings.warn(
+            f"narrowfloat: recipe {recipe} on {device}: {answer.reason}",
+            EmulationWarning,
+            stacklevel=4,
+        )

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <barrier>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -129,6 +130,12 @@ inline void run_block(Block& b, int threads) {
   }
 }
 
+// What a launch asks for by its size, of whatever size.
+inline unsigned char* launch_shared() {
+  alignas(16) static thread_local unsigned char bytes[256 << 10];
+  return bytes;
+}
+
 template <typename Kernel, typename... Args>
 void launch(Kernel* kernel, int blocks, int threads, Args... args) {
   std::barrier<> barrier(blocks);
@@ -169,6 +176,10 @@ inline float __shfl_xor_sync(unsigned, float v, int o) {
   const int lane = threadIdx.x % 32;
   return std::bit_cast<float>(cuda_on_cpu::block->exchange(std::bit_cast<uint32_t>(v))[lane ^ o]);
 }
+inline uint32_t __shfl_xor_sync(unsigned, uint32_t v, int o) {
+  const int lane = threadIdx.x % 32;
+  return cuda_on_cpu::block->exchange(v)[lane ^ o];
+}
 inline uint32_t __reduce_max_sync(unsigned, uint32_t v) {
   const uint32_t* all = cuda_on_cpu::block->exchange(v);
   return *std::max_element(all, all + 32);
@@ -176,6 +187,21 @@ inline uint32_t __reduce_max_sync(unsigned, uint32_t v) {
 inline uint32_t __float_as_uint(float v) { return std::bit_cast<uint32_t>(v); }
 inline float __uint_as_float(uint32_t v) { return std::bit_cast<float>(v); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __saturatef(float v) { return v >= 1.f ? 1.f : v > 0.f ? v : 0.f; }  // NaN to 0
+inline uint32_t atomicMax(uint32_t* p, uint32_t v) {  // a block's fibers run one at a time
+  const uint32_t old = *p;
+  *p = old > v ? old : v;
+  return old;
+}
+inline void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t zeros) {
+  std::memcpy(to, from, bytes - zeros);
+  std::memset(static_cast<char*>(to) + bytes - zeros, 0, zeros);
+}
+inline void __pipeline_commit() {}
+inline void __pipeline_wait_prior(int) {}
 inline uint32_t __ldcg(const uint32_t* p) { return *p; }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = a | static_cast<uint64_t>(b) << 32;

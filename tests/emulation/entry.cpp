@@ -19,9 +19,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
 }
 
 #include "measure_kernels.rewritten.h"
-#include "quantize_kernels.rewritten.h"
-// its device table is read once a device: a test takes another number for another device
 #include "quantize.cpp"
+#include "quantize_kernels.rewritten.h"
+// its table is read once a device: a test takes another number for another device
+#include "device.cpp"
 
 extern "C" {
 

@@ -1,0 +1,47 @@
+// Decides what the FP4 quantizing kernels are told: the structs that fp4_quantize.cpp fills.
+#pragma once
+
+#include "fp4_quantize.h"
+
+namespace narrowfloat {
+
+constexpr int kFp4Threads = 256;
+constexpr int kFp4Tile = 128;       // rows and columns of a quantizing tile
+constexpr int kFp4BlocksPerSm = 3;  // of the quantizing kernel, resident at once
+constexpr int kFp4MeasureBlocksPerSm = 3;
+constexpr int kFp4Band = 128;  // rows that a measuring block reads at once: a group of 16 a warp
+
+struct Fp4MeasureParams {
+  Fp4Job job;
+  uint32_t* amax[2];    // [blocks] magnitudes as bits, one a block, of each side that is wanted
+  float* sum_partials;  // [slices, cols], or null
+  int64_t slices;
+  int blocks;
+  bool aligned;  // see fp4_quantize.cpp
+};
+
+struct Fp4QuantizeParams {
+  Fp4Job job;
+  const uint32_t* amax[2];
+  int amax_count[2];
+  const float* sum_partials;
+  int64_t sum_count;
+  int64_t col_tiles, tiles;
+  int64_t padded[2], groups[2];  // of each side: its rows, and the groups of 16 along one
+  int64_t numbers[2];            // groups along a row that are numbered: without padding to 32
+  bool aligned;                  // sixteen neighbours of every row lie in aligned 16-byte words
+};
+
+// columns a measuring lane reads of a row: 8 bytes
+constexpr int fp4_lane_columns(Real type) { return type == Real::f32 ? 2 : 4; }
+
+void launch_fp4_measure(const Fp4MeasureParams& params, cudaStream_t stream);
+// A side that is rotated along the rows' own direction: groups of neighbours. One partial a block.
+void launch_fp4_measure_rotated_rows(const Fp4MeasureParams& params, cudaStream_t stream);
+void launch_fp4_quantize(const Fp4QuantizeParams& params, int blocks, bool overlaps,
+                         cudaStream_t stream);
+
+void launch_fp4_restore(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t groups,
+                        int64_t chunks, void* operand, int blocks, cudaStream_t stream);
+
+}  // namespace narrowfloat

@@ -1,0 +1,122 @@
+// Decides how a call that quantizes to FP4 runs: its launches, their grids, where partials lie.
+#include "fp4_quantize.h"
+
+#include <algorithm>
+
+#include "check.h"
+#include "device.h"
+#include "fp4_kernels.h"
+
+namespace narrowfloat {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+bool wanted(const Fp4Side& side) { return side.form != Fp4Form::none; }
+
+bool rotated_rows(const Fp4Job& job) { return wanted(job.side[0]) && job.side[0].rotated; }
+
+struct MeasureShape {
+  int blocks;
+  int64_t slices;
+};
+
+// As many blocks as the device holds, each a strip of columns and a slice of the bands of rows.
+MeasureShape measure_shape(const Fp4Job& job, int device) {
+  const int64_t resident = int64_t{device_of(device).multiprocessors} * kFp4MeasureBlocksPerSm;
+  const int64_t strip = 32 * fp4_lane_columns(job.type);
+  const int64_t strips = std::clamp<int64_t>(ceil_div(job.cols, strip), 1, resident);
+  const int64_t slices =
+      std::clamp<int64_t>(resident / strips, 1, std::max<int64_t>(ceil_div(job.rows, kFp4Band), 1));
+  return {static_cast<int>(strips * slices), slices};
+}
+
+int rotated_blocks(const Fp4Job& job, int device) {
+  const int64_t groups = job.rows * ceil_div(job.cols, kGroup);
+  return static_cast<int>(
+      std::clamp<int64_t>(ceil_div(groups, kFp4Threads), 1,
+                          int64_t{device_of(device).multiprocessors} * kFp4MeasureBlocksPerSm));
+}
+
+// Partials in the scratch: maxima of the sides, then sums.
+struct Partials {
+  MeasureShape shape;
+  int rotated = 0;  // blocks of the launch for rotated rows
+  int64_t bytes = 0;
+};
+
+Partials partials_of(const Fp4Job& job, int device) {
+  Partials p{measure_shape(job, device)};
+  if (rotated_rows(job)) p.rotated = rotated_blocks(job, device);
+  const int64_t words =
+      2 * p.shape.blocks + p.rotated + (job.column_sums ? p.shape.slices * job.cols : 0);
+  p.bytes = ceil_div(words * 4, 16) * 16;
+  return p;
+}
+
+// `neighbours` of every row lie in aligned words of `bytes`.
+bool aligned(const Fp4Job& job, int64_t bytes) {
+  return job.col_stride == 1 && job.row_stride * size_of(job.type) % bytes == 0 &&
+         job.cols * size_of(job.type) % bytes == 0 &&
+         reinterpret_cast<uintptr_t>(job.x) % bytes == 0;
+}
+
+}  // namespace
+
+int64_t fp4_scratch_bytes(const Fp4Job& job, int device) { return partials_of(job, device).bytes; }
+
+void fp4_quantize(const Fp4Job& job, void* scratch, int device, cudaStream_t stream) {
+  const Partials partials = partials_of(job, device);
+  auto* words = static_cast<uint32_t*>(scratch);
+  const int blocks = partials.shape.blocks;
+  Fp4MeasureParams measure{};
+  measure.job = job;
+  measure.blocks = blocks;
+  measure.slices = partials.shape.slices;
+  measure.aligned = aligned(job, 8);
+  const bool apart = rotated_rows(job);
+  if (wanted(job.side[0]) && !apart) measure.amax[0] = words;
+  if (wanted(job.side[1])) measure.amax[1] = words + blocks;
+  if (job.column_sums) {
+    measure.sum_partials = reinterpret_cast<float*>(words + 2 * blocks + partials.rotated);
+  }
+  Fp4QuantizeParams params{};
+  params.job = job;
+  params.amax[0] = words, params.amax[1] = words + blocks;
+  params.amax_count[0] = params.amax_count[1] = blocks;
+  params.sum_partials = measure.sum_partials;
+  params.sum_count = measure.slices;
+  params.aligned = aligned(job, 16);
+  params.col_tiles = ceil_div(job.cols, kFp4Tile);
+  params.tiles = ceil_div(job.rows, kFp4Tile) * params.col_tiles;
+  params.padded[0] = padded(job.rows), params.padded[1] = padded(job.cols);
+  params.groups[0] = fp4_padded(job.cols) / kGroup;
+  params.groups[1] = fp4_padded(job.rows) / kGroup;
+  params.numbers[0] = ceil_div(job.cols, kGroup), params.numbers[1] = ceil_div(job.rows, kGroup);
+  if (apart) {
+    Fp4MeasureParams rotated = measure;
+    rotated.amax[0] = words + 2 * blocks;
+    rotated.blocks = partials.rotated;
+    launch_fp4_measure_rotated_rows(rotated, stream);
+    params.amax[0] = rotated.amax[0];
+    params.amax_count[0] = partials.rotated;
+  }
+  launch_fp4_measure(measure, stream);
+  const Device own = device_of(device);
+  const int grid = static_cast<int>(
+      std::clamp<int64_t>(params.tiles, 1, int64_t{own.multiprocessors} * kFp4BlocksPerSm));
+  launch_fp4_quantize(params, grid, own.overlaps, stream);
+}
+
+void fp4_restore(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t cols,
+                 void* operand, int device, cudaStream_t stream) {
+  const int64_t groups = fp4_padded(cols) / kGroup;
+  const int64_t tiles = ceil_div(padded(rows), kScaleRows) * ceil_div(groups, 32);
+  if (tiles == 0) return;
+  const int64_t chunks = ceil_div(cols, kGroup * kScaleGroups);
+  const int64_t resident = int64_t{device_of(device).multiprocessors} * 8;
+  const int blocks = static_cast<int>(std::min(tiles, resident));
+  launch_fp4_restore(codes, scales, padded(rows), groups, chunks, operand, blocks, stream);
+}
+
+}  // namespace narrowfloat

@@ -1,0 +1,85 @@
+// Decides what the FP4 test calls: csrc's host code and kernels, compiled for the CPU.
+#include "cuda_on_cpu.h"
+
+namespace {
+int g_multiprocessors = 2, g_cooperative = 1;
+}
+
+extern "C" {
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorName(cudaError_t) { return "error"; }
+const char* cudaGetErrorString(cudaError_t) { return "error"; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? g_multiprocessors
+           : attribute == cudaDevAttrCooperativeLaunch ? g_cooperative
+                                                       : 9;  // compute capability
+  return cudaSuccess;
+}
+}
+
+#include "fp4_measure_kernels.rewritten.h"
+#include "fp4_quantize.cpp"
+#include "fp4_quantize_kernels.rewritten.h"
+#include "fp4_restore.rewritten.h"
+// its table is read once a device: a test takes another number for another device
+#include "device.cpp"
+
+extern "C" {
+
+struct TestSide {  // as test_fp4_kernels_emulated.py lays it out
+  int64_t form, stochastic, rotated, four_over_six, scale_up;
+  void *data, *scales, *tensor_scale;
+};
+
+struct TestJob {
+  const void* x;
+  int64_t type, rows, cols, row_stride, col_stride, mx, two_d;
+  TestSide side[2];
+  const int64_t* seed;
+  void* column_sums;
+};
+
+int64_t run_fp4(const TestJob* t, int64_t device, int64_t multiprocessors) try {
+  using namespace narrowfloat;
+  g_multiprocessors = static_cast<int>(multiprocessors);
+  Fp4Job job{};
+  job.x = t->x;
+  job.type = static_cast<Real>(t->type);
+  job.rows = t->rows, job.cols = t->cols;
+  job.row_stride = t->row_stride, job.col_stride = t->col_stride;
+  job.mx = t->mx, job.two_d = t->two_d;
+  for (int k = 0; k < 2; ++k) {
+    const TestSide& from = t->side[k];
+    Fp4Side& to = job.side[k];
+    to.form = static_cast<Fp4Form>(from.form);
+    to.stochastic = from.stochastic, to.rotated = from.rotated;
+    to.four_over_six = from.four_over_six, to.scale_up = from.scale_up;
+    to.codes = static_cast<uint8_t*>(from.data);
+    to.operand = from.data;
+    to.scales = static_cast<uint8_t*>(from.scales);
+    to.tensor_scale = static_cast<float*>(from.tensor_scale);
+  }
+  job.seed = t->seed;
+  job.column_sums = t->column_sums;
+  job.sums_type = Real::f32;
+  const int number = static_cast<int>(device);
+  std::vector<uint32_t> scratch(fp4_scratch_bytes(job, number) / 4 + 8, 0xffffffffu);
+  const auto aligned = (reinterpret_cast<uintptr_t>(scratch.data()) + 15) / 16 * 16;
+  fp4_quantize(job, reinterpret_cast<void*>(aligned), number, nullptr);
+  return 1;
+} catch (const std::exception& error) {
+  fprintf(stderr, "%s\n", error.what());
+  return 0;
+}
+
+int64_t run_restore(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t cols,
+                    void* operand, int64_t device, int64_t multiprocessors) try {
+  g_multiprocessors = static_cast<int>(multiprocessors);
+  narrowfloat::fp4_restore(codes, scales, rows, cols, operand, static_cast<int>(device), nullptr);
+  return 1;
+} catch (const std::exception& error) {
+  fprintf(stderr, "%s\n", error.what());
+  return 0;
+}
+
+}  // extern "C"
