@@ -198,7 +198,7 @@ def linear(run: Run) -> None:
     for shape in shapes:
         graph = shape in SMALL or not run.device.cuda or run.options.graph
         for bias in (False,) if shape in SMALL else (False, True):
-            modes = ["requantized", "reused"]
+            modes = ["requantized"] + (["reused"] if run.recipe == "fp8" else [])
             modes += ["graph"] if graph and not bias else []
             modes += ["compiled"] if run.options.compiled and not bias else []
             modes += [f"torchao {recipe}" for recipe in torchao if not bias]

@@ -43,7 +43,7 @@ VALUES = {
     "decode": ("ratio",),
     "accumulation": ("sum",),
 }
-EXTRA = {"train"}  # benches whose rows may carry more: they come from examples/train_gpt.py
+EXTRA = {"train", "decode"}  # benches whose rows may carry more
 LESS_IS_BETTER = {"host", "memory"}
 MACHINE = ("gpu", "driver", "torch", "cublaslt", "commit", "date")
 NOISE = 0.02  # of a bar
@@ -203,29 +203,63 @@ def _linear_bars() -> list[tuple[dict[str, Any], str, float]]:
         ((16384, 8192, 28672), 1.75, 1.80),
     )
     bars: list[tuple[dict[str, Any], str, float]] = []
+    fp8 = {"bench": "linear", "recipe": "fp8"}
     for shape, fresh, reused in shapes:
-        where = {"bench": "linear", "mode": "eager", **_shape(shape)}
+        where = {**fp8, "mode": "eager", **_shape(shape)}
         bars.append(({**where, "weights": "requantized"}, "ratio", fresh))
         bars.append(({**where, "weights": "reused"}, "ratio", reused))
         if shape != (4096, 4096, 4096):
             bars.append((where, "of_limit", 0.96))
     for shape, fresh in (((1024, 1024, 1024), 0.70), ((4096, 1024, 1024), 0.85)):
-        where = {"bench": "linear", "mode": "graph", **_shape(shape)}
+        where = {**fp8, "mode": "graph", **_shape(shape)}
         bars.append(({**where, "weights": "requantized"}, "ratio", fresh))
+    for shape, ratio in zip((s for s, _, _ in shapes[1:]), (0.95, 0.93, 0.97, 0.97), strict=True):
+        where = {"bench": "linear", "recipe": "nvfp4", "mode": "eager", **_shape(shape)}
+        bars.append((where, "ratio", ratio))
     return bars
+
+
+def _decode_bars() -> list[tuple[dict[str, Any], str, float]]:
+    where = {"bench": "decode", "recipe": "nvfp4"}
+    wanted = (
+        ((1, 8192, 28672), 2.8),
+        ((16, 8192, 28672), 2.3),
+        ((1, 4096, 4096), 1.4),
+        ((16, 4096, 4096), 1.15),
+        ((4096, 4096, 4096), 0.9),
+    )
+    bars = [({**where, **_shape(shape)}, "ratio", ratio) for shape, ratio in wanted]
+    few = ({**where, "tokens": tokens} for tokens in (2, 4, 8))
+    bars += [(few_tokens, "ratio", 1.0) for few_tokens in few]
+    return [*bars, (where, "ratio", 0.85)]  # the first that fits counts
+
+
+def _quantize_bars() -> list[tuple[dict[str, Any], str, float]]:
+    where = {"bench": "quantize", "rows": 16384, "cols": 8192}
+    sides = ("rows+columns e4m3", "rows e4m3", "columns e4m3", "rows+columns e5m2")
+    bars = [({**where, "kernel": kernel}, "ratio", 0.88) for kernel in sides]
+    nvfp4 = {
+        "nvfp4 rows": 0.90,
+        "nvfp4 rows+rotated columns": 0.75,
+        "nvfp4 rows+rotated stochastic columns": 0.60,
+        "nvfp4 stochastic rows+rotated stochastic columns": 0.50,
+    }
+    return bars + [({**where, "kernel": k}, "ratio", ratio) for k, ratio in nvfp4.items()]
 
 
 BARS = [
     *_linear_bars(),
-    ({"bench": "host"}, "ratio", 1.15),
-    ({"bench": "memory"}, "ratio", 0.53),
-    ({"bench": "quantize", "rows": 16384, "cols": 8192}, "ratio", 0.88),
+    ({"bench": "host", "recipe": "fp8"}, "ratio", 1.15),
+    ({"bench": "memory", "recipe": "fp8"}, "ratio", 0.53),
+    ({"bench": "memory", "recipe": "nvfp4"}, "ratio", 0.31),
+    *_quantize_bars(),
+    *_decode_bars(),
 ]
 
 
 def bar(r: Mapping[str, Any], field: str, gpu: str) -> float | None:
-    """The bar of a row's field, for our own recipe; None where there is none."""
-    if gpu != BARRED_GPU or r.get("recipe", "fp8") != "fp8":
+    """The bar of a row's field; None where there is none."""
+    if gpu != BARRED_GPU:
         return None
     for where, name, value in BARS:
         if name == field and all(r.get(k) == v for k, v in where.items()):

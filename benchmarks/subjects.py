@@ -20,6 +20,7 @@ import torch
 from layer import LARGE, SMALL, Inputs, linear, trainer
 from measure import Device
 from run import BF16, Run
+from subjects_fp4 import decode, quantize_fp4
 from torch import Tensor, nn
 
 FORMAT_CODES = {"e4m3": 0, "e5m2": 1}
@@ -339,5 +340,17 @@ def train(run: Run) -> None:
 
 
 SUBJECTS: dict[str, Callable[[Run], None]] = {
-    f.__name__: f for f in (quantize, accumulation, gemm, linear, host, memory, model, train)
+    f.__name__: f
+    for f in (
+        quantize,
+        quantize_fp4,
+        accumulation,
+        gemm,
+        linear,
+        decode,
+        host,
+        memory,
+        model,
+        train,
+    )
 }

@@ -48,6 +48,8 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "torch_target", [] { return static_cast<uint64_t>(TORCH_TARGET_VERSION); },
       "The oldest torch it runs on, a byte a part: 0x020a... is 2.10.");
+  m.def("has_fp4", py::overload_cast<int, int64_t>(&narrowfloat::has_fp4), py::arg("capability"),
+        py::arg("cublaslt"), "Products of FP4 on chips of a capability, 89 or 120, by a version.");
   m.def("plan_cache", &plan_cache,
         "Products that found a cached plan (hits) or made one (misses).");
   m.def("take_error", &take_error,

@@ -349,13 +349,13 @@ void matmul(const Matmul& problem, void* workspace, int device, cudaStream_t str
   context(device).launch(problem, workspace, device, stream);
 }
 
+// Its release notes: sm100 and sm103 from 12.8 (12.8.3), sm120 and sm121 from update 1 (12.8.4).
+bool has_fp4(int capability, int64_t version) {
+  return capability >= 120 ? version >= 120804 : capability >= 100 && version >= 120803;
+}
+
 bool has_fp4(int device) {
-  const int capability = device_of(device).capability;
-  // sm100 and sm103 from 12.8 on, sm120 from 12.8 update 1 on (facts of the library's release
-  // notes)
-  const size_t version = cublasLtGetVersion();
-  return (capability >= 100 && capability < 120 && version >= 120800) ||
-         (capability >= 120 && version >= 120801);
+  return has_fp4(device_of(device).capability, static_cast<int64_t>(cublasLtGetVersion()));
 }
 
 int64_t cublaslt_version() { return static_cast<int64_t>(cublasLtGetVersion()); }

@@ -44,7 +44,9 @@ inline Real epilogue_bias_type(Real d_type) { return d_type == Real::f16 ? Real:
 // where the library refuses it.
 int64_t workspace_for(const Matmul& problem, int device, cudaStream_t stream);
 
-// Does the library have a product of FP4 operands on this device?
+// Does this version of the library have a product of FP4 operands on chips of this capability
+// (major x 10 + minor)? On this device?
+bool has_fp4(int capability, int64_t version);
 bool has_fp4(int device);
 
 // Launches on `stream`. workspace: 256-byte aligned, workspace_for(problem), needed until the

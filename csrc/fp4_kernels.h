@@ -11,6 +11,8 @@ constexpr int kFp4BlocksPerSm = 3;  // of the quantizing kernel, resident at onc
 constexpr int kFp4MeasureBlocksPerSm = 3;
 constexpr int kFp4Band = 128;  // rows that a measuring block reads at once: a group of 16 a warp
 
+constexpr int kFp4RestoreGroups = 16;  // of a row that a restoring tile has
+
 struct Fp4MeasureParams {
   Fp4Job job;
   uint32_t* amax[2];    // [blocks] magnitudes as bits, one a block, of each side that is wanted
@@ -29,6 +31,7 @@ struct Fp4QuantizeParams {
   int64_t col_tiles, tiles;
   int64_t padded[2], groups[2];  // of each side: its rows, and the groups of 16 along one
   int64_t numbers[2];            // groups along a row that are numbered: without padding to 32
+  int64_t chunks[2];             // tiles of scale bytes side by side
   bool aligned;                  // sixteen neighbours of every row lie in aligned 16-byte words
 };
 

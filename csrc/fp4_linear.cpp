@@ -216,9 +216,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fp4_linear_forward(const Tensor& x, c
     xj.side[1].codes = static_cast<uint8_t*>(x_columns.data_ptr());
     xj.side[1].scales = static_cast<uint8_t*>(x_scales.data_ptr());
     xj.side[1].tensor_scale = static_cast<float*>(scales.data_ptr());
-  } else {
-    NF_CUDA(cudaMemsetAsync(scales.data_ptr(), 0, kScale * sizeof(float), on.stream));
   }
+  NF_CUDA(cudaMemsetAsync(scales.data_ptr(), 0, kScale * sizeof(float), on.stream));
   fp4_quantize(xj, scratch.at(partials), on.device, on.stream);
   product.set_alpha(alpha);
   product.run(x_rows.in(scratch), w_rows.in(scratch), y.data_ptr(), scratch, workspace, on);

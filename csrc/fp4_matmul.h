@@ -40,27 +40,30 @@ struct FP4Device {
 
 // One launch.
 struct FP4Plan {
-  int groups;      // of 8 tokens: 1, 2, 4
+  int groups;      // of 8 tokens: 1, 2, 4, 8
+  int warp_tiles;  // 0: blocks hold x; 1, 2: x streams by, a warp has so many times 32 rows
   int warps;       // a block
   int split;       // blocks of a cluster, which share K: 1, 2, 4, 8
-  int row_groups;  // of 32 rows, a tile: 1, 2, 4, 8, at most `split` and `warps`
-  int slab;        // units of K whose x lies in shared memory
+  int row_groups;  // a tile's, of 32 rows, or of a warp's; at most `warps`. 1, 2, 4, 8 and at most
+                   // `split` where x is held; else warps / row_groups is a power of two
+  int slab;        // units of K: where x is held, those whose x lies in shared memory; else a stage
+  int stages;      // where x streams: slabs on their way or in use, 2 to 5
   int blocks;      // a multiple of `split`
   int shared_bytes;
-  double cost;  // estimated, in the time that a multiprocessor takes to load a unit
+  double cost;  // estimated, in microseconds
 };
 
 FP4Device fp4_device(int device);
-// The cheapest plan for `tokens` (1 to 32) of the problem.
+// The cheapest plan for `tokens` (1 to kFewTokens) of the problem.
 FP4Plan plan_fp4(const FP4Device& device, int64_t tokens, int64_t n, int64_t k);
-// A plan of this shape; cost is infinite where it does not fit.
-FP4Plan plan_fp4(const FP4Device& device, int64_t tokens, int64_t n, int64_t k, int warps,
-                 int split, int row_groups);
+// A plan of this shape; cost is infinite where there is none.
+FP4Plan plan_fp4(const FP4Device& device, int64_t tokens, int64_t n, int64_t k, int warp_tiles,
+                 int warps, int split, int row_groups);
 
 // Launches on `stream`, of the current device, which is `device`. No host synchronization, no
 // memory beside; deterministic.
 void fp4_few_tokens(const FP4Matmul& job, int device, cudaStream_t stream);
-// With a plan for job.m tokens, 1 to 32.
+// With a plan for job.m tokens, at least one.
 void fp4_few_tokens(const FP4Matmul& job, const FP4Plan& plan, int device, cudaStream_t stream);
 
 // For a bf16 product with many tokens: operand [roundup(N, 32), roundup(K, 128)] bf16 = code x

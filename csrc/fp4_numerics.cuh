@@ -164,6 +164,13 @@ __device__ inline uint32_t block_scale(uint32_t amax_bits, const SideScale& s, b
   return code;
 }
 
+// The same of a block of NVFP4 to the nearest scale: the conversion saturates, and an Inf times
+// zero is the NaN that makes it NaN.
+__device__ inline uint32_t nearest_block_scale(uint32_t amax_bits, float to_six) {
+  const float amax = __uint_as_float(amax_bits);
+  return e4m3_code(__fmaf_rn(amax, 0.f, __fmul_rn(amax, to_six))) & 0x7f;
+}
+
 // What a value is multiplied by to be rounded, for the scale byte `code`, neither 0 nor NaN.
 __device__ inline float multiplier_of(uint32_t code, const SideScale& s, bool mx) {
   const float value = e4m3_value(code);
@@ -174,9 +181,30 @@ __device__ inline float multiplier_of(uint32_t code, const SideScale& s, bool mx
   return fminf(__fdiv_rn(1.f, __fmul_rn(value, s.inverse)), kFltMax);
 }
 
-// v >= 0 rounded to the grid of E2M1, as the fp32 sum v + c: c's last place is the grid's spacing
-// at v. The sum's low bits count steps of that spacing, its exponent the spacing: bits + (bits >>
-// 22) has the code in its low bits, less what `extra` steps more in c make of them.
+// Products of two pairs of bf16, rounded to bf16; subnormal ones are kept.
+__device__ inline uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  __nv_bfloat162 x, y;
+  memcpy(&x, &a, sizeof x), memcpy(&y, &b, sizeof y);
+  x = __hmul2(x, y);
+  memcpy(&a, &x, sizeof a);
+  return a;
+#else
+  return pack_bf16(__uint_as_float(a << 16) * __uint_as_float(b << 16),
+                   __uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u));
+#endif
+}
+
+// Two values' upper halves: bf16, cut off.
+__device__ inline uint32_t upper_halves(float low, float high) {
+  return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+}
+
+constexpr uint32_t kSigns = 0x80008000u;  // of two bf16
+
+// |v| rounded to the grid of E2M1, as the fp32 sum |v| + c: c's last place is the grid's spacing at
+// v. The sum's low bits count steps of that spacing, its exponent the spacing: bits + (bits >> 22)
+// has the code in its low bits, less what the even `extra` steps more in c make of them.
 struct OnGrid {
   float c, sum;
   __device__ OnGrid(float v, int extra) {
@@ -188,59 +216,95 @@ struct OnGrid {
   __device__ float value() const { return __fadd_rn(sum, -c); }
 };
 
-// The codes of two values, the first in the low nibble of the low byte. Both sums fold together:
-// 298 (twice the exponent of 2^22) and 16 times that, plus 22 + 16 * 2 steps, is 0 in a byte.
-__device__ inline uint32_t pair_of_codes(float v0, float v1) {
-  const uint32_t bits =
-      __float_as_uint(OnGrid(v0, 22).sum) + 16 * __float_as_uint(OnGrid(v1, 2).sum);
-  return bits + (bits >> 22);
+// The same of two values whose bf16 `near` need only be near: at an exponent's end both grids round
+// to that end. The second c has the first one above its last places, a multiple of 128 steps, which
+// leaves ties and the code's bits alone and saves to take the two apart; both sums fold together:
+// 298 (twice the exponent of 2^22) and 16 times that, plus 54 steps, is 0 in a byte.
+struct PairOnGrid {
+  float c[2], sum[2];
+  __device__ PairOnGrid(float v0, float v1, uint32_t near) {
+    const uint32_t both = __viaddmax_u16x2(near & 0x7f807f80u, 0x0b000b00u, 0x4a804a80u);
+    c[0] = __uint_as_float(both * 65536u + 54u), c[1] = __uint_as_float(both);
+    sum[0] = __fadd_rn(fabsf(v0), c[0]), sum[1] = __fadd_rn(fabsf(v1), c[1]);
+  }
+  // The first in the low nibble of the low byte, without signs.
+  __device__ uint32_t codes() const {
+    const uint32_t bits = __float_as_uint(sum[0]) + 16 * __float_as_uint(sum[1]);
+    return bits + (bits >> 22);
+  }
+  // As magnitudes in bf16.
+  __device__ uint32_t values() const {
+    return upper_halves(__fadd_rn(sum[0], -c[0]), __fadd_rn(sum[1], -c[1]));
+  }
+};
+
+// The signs of two bf16 to bits 3 and 7, and what does not matter above the low byte: shifts by 12
+// and by 24 in one multiplication.
+__device__ inline uint32_t sign_codes(uint32_t pair) {
+  return __umulhi(pair & kSigns, 0x00100100u);
 }
 
-// Byte `kByte` of 16 words, each a magnitude below 8, to 16 nibbles.
-template <int kByte>
-__device__ inline uint2 pack_nibbles(const uint32_t (&w)[kGroup]) {
-  constexpr uint32_t kTwo = kByte | (4 + kByte) << 4;
-  uint32_t out[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t* p = w + 8 * i;
-    const uint32_t even = __byte_perm(__byte_perm(p[0], p[2], kTwo), __byte_perm(p[4], p[6], kTwo),
-                                      0x5410),
-                   odd = __byte_perm(__byte_perm(p[1], p[3], kTwo), __byte_perm(p[5], p[7], kTwo),
-                                     0x5410);
-    out[i] = even + 16 * odd;
-  }
-  return make_uint2(out[0], out[1]);
+// Low bytes of eight words, in order.
+__device__ inline uint2 low_bytes(const uint32_t (&w)[8]) {
+  return make_uint2(
+      __byte_perm(__byte_perm(w[0], w[1], 0x40), __byte_perm(w[2], w[3], 0x40), 0x5410),
+      __byte_perm(__byte_perm(w[4], w[5], 0x40), __byte_perm(w[6], w[7], 0x40), 0x5410));
 }
 
-// Nearest, ties to even. Values are at most 6.5 times 1 / multiplier, or clamp_group() has seen to
-// it.
-__device__ inline uint2 nearest(const float (&x)[kGroup], float multiplier) {
-  uint32_t out[2];
+// What a group's scale byte makes of its values: what they are multiplied by, and the block's scale
+// as two bf16.
+struct Factors {
+  float multiplier;
+  uint32_t scale;
+};
+
+// Nearest, ties to even. Values are at most 6.5 times 1 / multiplier, or tame() has seen to it.
+// With kWords `w` has the values, or what is near them, as bf16.
+template <bool kWords>
+__device__ inline PairOnGrid nearest(const float* x, uint32_t w, float multiplier,
+                                     uint32_t& signs) {
+  const float v0 = __fmul_rn(x[0], multiplier), v1 = __fmul_rn(x[1], multiplier);
+  const uint32_t bits = __float_as_uint(multiplier);
+  signs = kWords ? multiply_bf16(w, __byte_perm(bits, bits, 0x3232)) : upper_halves(v0, v1);
+  return PairOnGrid(v0, v1, signs);
+}
+
+template <bool kWords>
+__device__ inline uint2 nearest_codes(const float (&x)[kGroup], const uint32_t (&w)[8],
+                                      float multiplier) {
+  uint32_t codes[8];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    uint32_t w[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int k = 8 * i + 2 * j;
-      w[j] =
-          pair_of_codes(__fmul_rn(fabsf(x[k]), multiplier), __fmul_rn(fabsf(x[k + 1]), multiplier));
-    }
-    out[i] = __byte_perm(__byte_perm(w[0], w[1], 0x40), __byte_perm(w[2], w[3], 0x40), 0x5410);
+  for (int i = 0; i < 8; ++i) {
+    uint32_t signs;
+    const PairOnGrid pair = nearest<kWords>(x + 2 * i, w[i], multiplier, signs);
+    codes[i] = pair.codes() + sign_codes(signs);
   }
-  return make_uint2(out[0], out[1]);
+  return low_bytes(codes);
+}
+
+// Codes times their block's scale are exact in bf16.
+template <bool kWords>
+__device__ inline void nearest_operand(const float (&x)[kGroup], const uint32_t (&w)[8],
+                                       const Factors& factors, uint32_t (&out)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    uint32_t signs;
+    const PairOnGrid pair = nearest<kWords>(x + 2 * i, w[i], factors.multiplier, signs);
+    out[i] = multiply_bf16(pair.values() | (signs & kSigns), factors.scale);
+  }
 }
 
 // What makes the scale bytes of special blocks need no care afterwards. Zero and NaN: all codes are
 // 0. A subnormal one's multiplier may take values far beyond 6; what becomes 6 stays so.
 __device__ inline bool special(uint32_t scale) { return scale - 8u >= kNanScale - 8u; }
 __device__ inline void tame(float (&x)[kGroup], uint32_t scale, float multiplier, bool mx) {
-  if (scale != 0 && scale != kNanScale && mx) return;  // multipliers are exact there
-  const float most = scale == 0 || scale == kNanScale ? 0.f : __fdiv_rn(6.f, multiplier);
+  const bool none = scale == 0 || scale == kNanScale;
+  // mx: multipliers are exact
+  const float most = none ? 0.f : mx ? kFltMax : __fdiv_rn(6.f, multiplier);
+  // takes the sign off a zero, or leaves all as it is; without branches x stays in its registers
+  const float zero = none ? 0.f : -0.f;
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) {
-    x[i] = most == 0.f ? 0.f : fminf(fmaxf(x[i], -most), most);
-  }
+  for (int i = 0; i < kGroup; ++i) x[i] = __fadd_rn(fminf(fmaxf(x[i], -most), most), zero);
 }
 
 // The sum of the squared errors of nearest(), in units of codes, in order.
@@ -256,69 +320,94 @@ __device__ inline float squared_error(const float (&x)[kGroup], float multiplier
   return sum;
 }
 
-// Philox4x32-10 (Salmon et al., SC 2011).
-__device__ inline uint4 philox(uint4 counter, uint32_t key0, uint32_t key1) {
+// Philox4x32-10 (Salmon et al., SC 2011). Its keys are the same for all groups of a launch: made
+// once a block, two rounds' in four words, they cost a group five loads instead of twenty
+// additions.
+constexpr int kPhiloxKeys = 5;
+
+__device__ inline uint4 philox_keys(const int64_t* seed, int i) {
+  const auto key = static_cast<uint64_t>(seed[0]);
+  const uint32_t key0 = static_cast<uint32_t>(key) + 2 * i * 0x9E3779B9u;
+  const uint32_t key1 = static_cast<uint32_t>(key >> 32) + 2 * i * 0xBB67AE85u;
+  return make_uint4(key0, key1, key0 + 0x9E3779B9u, key1 + 0xBB67AE85u);
+}
+
+__device__ inline uint4 philox_round(uint4 counter, uint32_t key0, uint32_t key1) {
+  const uint64_t p = uint64_t{0xD2511F53u} * counter.x, q = uint64_t{0xCD9E8D57u} * counter.z;
+  return make_uint4(static_cast<uint32_t>(q >> 32) ^ counter.y ^ key0, static_cast<uint32_t>(q),
+                    static_cast<uint32_t>(p >> 32) ^ counter.w ^ key1, static_cast<uint32_t>(p));
+}
+
+// A group's random bytes.
+__device__ inline uint4 random_bytes(const uint4* keys, uint2 stream, uint64_t group) {
+  uint4 counter = make_uint4(static_cast<uint32_t>(group), static_cast<uint32_t>(group >> 32),
+                             stream.x, stream.y);
 #pragma unroll
-  for (int i = 0; i < 10; ++i) {
-    const uint64_t p = uint64_t{0xD2511F53u} * counter.x, q = uint64_t{0xCD9E8D57u} * counter.z;
-    counter =
-        make_uint4(static_cast<uint32_t>(q >> 32) ^ counter.y ^ key0, static_cast<uint32_t>(q),
-                   static_cast<uint32_t>(p >> 32) ^ counter.w ^ key1, static_cast<uint32_t>(p));
-    key0 += 0x9E3779B9u, key1 += 0xBB67AE85u;
+  for (int i = 0; i < kPhiloxKeys; ++i) {
+    const uint4 k = keys[i];
+    counter = philox_round(philox_round(counter, k.x, k.y), k.z, k.w);
   }
   return counter;
 }
 
-struct Seed {
-  uint32_t key0, key1, stream0, stream1;
-
-  __device__ Seed(const int64_t* seed, int side) {
-    const auto key = static_cast<uint64_t>(seed[0]), stream = static_cast<uint64_t>(seed[1]);
-    key0 = static_cast<uint32_t>(key), key1 = static_cast<uint32_t>(key >> 32);
-    stream0 = static_cast<uint32_t>(stream);
-    stream1 = static_cast<uint32_t>(stream >> 32) << 1 | static_cast<uint32_t>(side);
-  }
-  __device__ uint4 bytes_of(uint64_t group) const {
-    return philox(make_uint4(static_cast<uint32_t>(group), static_cast<uint32_t>(group >> 32),
-                             stream0, stream1),
-                  key0, key1);
-  }
-};
-
-// Up with the probability of the distance to the neighbour below over the gap, in 256ths: the place
-// between codes in 2^-16, plus a random byte and a half in 2^-8, cut off.
-__device__ inline uint2 stochastic(const float (&x)[kGroup], float multiplier, uint4 random) {
-  const float half = .5f * multiplier;
-  uint32_t w[kGroup];
-#pragma unroll
-  for (int i = 0; i < kGroup; ++i) {
-    const uint32_t r = i < 4 ? random.x : i < 8 ? random.y : i < 12 ? random.z : random.w;
-    // 128 + byte / 256 + 1 / 512; its last place is 2^-16
-    const uint32_t base = __byte_perm(r, 0x43000080u, 0x7604 | (i % 4) << 4);
-    const float u = __fmul_rn(fabsf(x[i]), half);
-    float place = __fmaf_rn(__saturatef(u), 4.f, __uint_as_float(base));
-    place = __fmaf_rn(__saturatef(__fadd_rn(u, -1.f)), 2.f, place);
-    place = __fadd_rn(__saturatef(__fadd_rn(u, -2.f)), place);
-    w[i] = __float_as_uint(place);
-  }
-  return pack_nibbles<2>(w);
+__device__ inline uint2 random_stream(const int64_t* seed, int side) {
+  const auto stream = static_cast<uint64_t>(seed[1]);
+  return make_uint2(static_cast<uint32_t>(stream),
+                    static_cast<uint32_t>(stream >> 32) << 1 | static_cast<uint32_t>(side));
 }
 
-// Bit 3 of nibble i: the sign of x[i].
-__device__ inline uint2 sign_nibbles(const float (&x)[kGroup]) {
-  uint32_t out[2];
+// Up with the probability of the distance to the neighbour below over the gap, in 256ths: the place
+// between codes in 2^-16, plus a random byte and a half in 2^-8, cut off. In each half of the
+// result kBase, of a bf16 from 128 to 248, plus the code.
+template <uint32_t kBase>
+__device__ inline uint32_t stochastic_pair(const float* x, float half, uint32_t random, int byte) {
+  float place[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    uint32_t w[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) w[j] = __float_as_uint(x[8 * i + j]);
-    const uint32_t even = __byte_perm(__byte_perm(w[0], w[2], 0x73), __byte_perm(w[4], w[6], 0x73),
-                                      0x5410),
-                   odd = __byte_perm(__byte_perm(w[1], w[3], 0x73), __byte_perm(w[5], w[7], 0x73),
-                                     0x5410);
-    out[i] = (even & 0x80808080u) >> 4 | (odd & 0x80808080u);
+    // its last place is 2^-16; plus byte / 256 + 1 / 512
+    const uint32_t base = __byte_perm(random, kBase << 16 | 0x80u, 0x7604 | (byte + i) << 4);
+    const float u = __fmul_rn(fabsf(x[i]), half);
+    place[i] = __fmaf_rn(__saturatef(u), 4.f, __uint_as_float(base));
+    place[i] = __fmaf_rn(__saturatef(__fadd_rn(u, -1.f)), 2.f, place[i]);
+    place[i] = __fadd_rn(__saturatef(__fadd_rn(u, -2.f)), place[i]);
   }
-  return make_uint2(out[0], out[1]);
+  return upper_halves(place[0], place[1]);
+}
+
+__device__ inline uint32_t word_of(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+template <bool kWords>
+__device__ inline uint2 stochastic_codes(const float (&x)[kGroup], const uint32_t (&w)[8],
+                                         float multiplier, const uint4& random) {
+  const float half = .5f * multiplier;
+  uint32_t codes[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    // 0x433c, 16 times that and the 4 in its upper end are 0 in a byte
+    const uint32_t pair =
+        stochastic_pair<0x433c>(x + 2 * i, half, word_of(random, i / 2), i % 2 * 2);
+    const uint32_t signs = kWords ? w[i] : upper_halves(x[2 * i], x[2 * i + 1]);
+    codes[i] = pair + (pair >> 12) + sign_codes(signs);
+  }
+  return low_bytes(codes);
+}
+
+template <bool kWords>
+__device__ inline void stochastic_operand(const float (&x)[kGroup], const uint32_t (&w)[8],
+                                          const Factors& factors, const uint4& random,
+                                          uint32_t (&out)[8]) {
+  const float half = .5f * factors.multiplier;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t pair =
+        stochastic_pair<0x4300>(x + 2 * i, half, word_of(random, i / 2), i % 2 * 2);
+    // exponent and mantissa of E2M1 where bf16 has its lowest: times 2^126 its value
+    const uint32_t value = multiply_bf16(pair * 64u & 0x01c001c0u, 0x7e807e80u);
+    const uint32_t signs = kWords ? w[i] : upper_halves(x[2 * i], x[2 * i + 1]);
+    out[i] = multiply_bf16(value | (signs & kSigns), factors.scale);
+  }
 }
 
 // The eight magnitudes times an e4m3 scale, as bf16: their low bytes, then their high bytes.
@@ -335,16 +424,20 @@ __device__ inline uint4 products_of(uint32_t scale) {
   return make_uint4(low[0], low[1], high[0], high[1]);
 }
 
-// Magnitudes to eight words of two bf16, without signs.
-__device__ inline void to_operand(uint2 magnitudes, const uint4& products, uint32_t (&out)[8]) {
+// Eight codes to eight bf16: magnitudes from the table, signs onto their high bytes.
+__device__ inline uint4 to_operand(uint32_t codes, const uint4& products) {
+  const uint32_t magnitudes = codes & 0x77777777u, even = codes << 4;  // signs of even ones on top
+  uint32_t out[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t m = (i < 2 ? magnitudes.x : magnitudes.y) >> (16 * (i % 2));
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t m = magnitudes >> (16 * i);
     const uint32_t low = __byte_perm(products.x, products.y, m);
-    const uint32_t high = __byte_perm(products.z, products.w, m);
+    const uint32_t signs = __byte_perm(even, codes, i ? 0x7362 : 0x5140);
+    const uint32_t high = __byte_perm(products.z, products.w, m) | (signs & 0x80808080u);
     out[2 * i] = __byte_perm(low, high, 0x5140);
     out[2 * i + 1] = __byte_perm(low, high, 0x7362);
   }
+  return make_uint4(out[0], out[1], out[2], out[3]);
 }
 
 }  // namespace narrowfloat

@@ -93,6 +93,8 @@ void fp4_quantize(const Fp4Job& job, void* scratch, int device, cudaStream_t str
   params.groups[0] = fp4_padded(job.cols) / kGroup;
   params.groups[1] = fp4_padded(job.rows) / kGroup;
   params.numbers[0] = ceil_div(job.cols, kGroup), params.numbers[1] = ceil_div(job.rows, kGroup);
+  params.chunks[0] = ceil_div(job.cols, kGroup * kScaleGroups);
+  params.chunks[1] = ceil_div(job.rows, kGroup * kScaleGroups);
   if (apart) {
     Fp4MeasureParams rotated = measure;
     rotated.amax[0] = words + 2 * blocks;
@@ -111,7 +113,7 @@ void fp4_quantize(const Fp4Job& job, void* scratch, int device, cudaStream_t str
 void fp4_restore(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t cols,
                  void* operand, int device, cudaStream_t stream) {
   const int64_t groups = fp4_padded(cols) / kGroup;
-  const int64_t tiles = ceil_div(padded(rows), kScaleRows) * ceil_div(groups, 32);
+  const int64_t tiles = ceil_div(padded(rows), kScaleRows) * ceil_div(groups, kFp4RestoreGroups);
   if (tiles == 0) return;
   const int64_t chunks = ceil_div(cols, kGroup * kScaleGroups);
   const int64_t resident = int64_t{device_of(device).multiprocessors} * 8;

@@ -6,13 +6,15 @@
 namespace narrowfloat {
 namespace {
 
-constexpr int kAtOnce = 4;  // rows a warp has in flight
+constexpr int kAtOnce = 8;  // rows a warp has in flight
 constexpr int kWarps = kFp4Threads / 32;
-constexpr int kChunks = 32 / kScaleGroups;  // tiles of scale bytes side by side: a lane a group
-// apart in shared memory, so that lanes of eight tiles meet in no bank
+constexpr int kGroups = kFp4RestoreGroups;       // a lane half a group
+constexpr int kChunks = kGroups / kScaleGroups;  // tiles of scale bytes side by side
+// apart in shared memory, so that lanes of several tiles meet in no bank
 constexpr int kChunkWords = kScaleTileBytes / 4 + 4;
 
-// A block takes 128 rows x 32 groups, whose scale bytes lie together: a warp a row, a lane a group.
+// A block takes 128 rows x 16 groups, whose scale bytes lie together: a warp a row, a lane half a
+// group, so that every store of a warp fills whole sectors.
 __global__ void __launch_bounds__(kFp4Threads)
     narrowfloat_fp4_restore(const uint8_t* codes, const uint8_t* scales, int64_t rows,
                             int64_t groups, int64_t chunks, uint16_t* operand) {
@@ -20,9 +22,11 @@ __global__ void __launch_bounds__(kFp4Threads)
   __shared__ uint32_t scale_words[kChunks * kChunkWords];
   if (threadIdx.x < 128) products[threadIdx.x] = products_of(threadIdx.x);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t across = (groups + 31) / 32, tiles = (rows + kScaleRows - 1) / kScaleRows * across;
-  for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
-    const int64_t r0 = t / across * kScaleRows, g0 = t % across * 32;
+  const auto across = static_cast<uint32_t>((groups + kGroups - 1) / kGroups);
+  const auto tiles = static_cast<uint32_t>((rows + kScaleRows - 1) / kScaleRows * across);
+  const int64_t step = kWarps * groups * 2;  // half groups between a warp's rows
+  for (uint32_t t = blockIdx.x; t < tiles; t += gridDim.x) {
+    const int64_t r0 = int64_t{t / across} * kScaleRows, g0 = int64_t{t % across} * kGroups;
     __syncthreads();  // the tile before has been read
     const int64_t first = g0 / kScaleGroups;
     const auto* from = reinterpret_cast<const uint32_t*>(
@@ -33,34 +37,28 @@ __global__ void __launch_bounds__(kFp4Threads)
           first + chunk < chunks ? from[i] : 0;
     }
     __syncthreads();
-    const int64_t g = g0 + lane;
-    if (g >= groups) continue;
+    const int group = lane / 2;
+    if (g0 + group >= groups) continue;
     const auto* bytes =
-        reinterpret_cast<const uint8_t*>(scale_words + lane / kScaleGroups * kChunkWords);
+        reinterpret_cast<const uint8_t*>(scale_words + group / kScaleGroups * kChunkWords) +
+        group % kScaleGroups;
+    const int rows_inside = static_cast<int>(min(rows - r0, static_cast<int64_t>(kScaleRows)));
+    int64_t at = ((r0 + warp) * groups + g0) * 2 + lane;  // in half groups
 #pragma unroll 1
-    for (int step = 0; step < kScaleRows; step += kWarps * kAtOnce) {
-      uint2 q[kAtOnce];
+    for (int row = warp; row < rows_inside; row += kWarps * kAtOnce, at += kAtOnce * step) {
+      uint32_t q[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int64_t r = r0 + step + i * kWarps + warp;
-        q[i] = r < rows ? reinterpret_cast<const uint2*>(codes)[r * groups + g] : make_uint2(0, 0);
+        q[i] = row + i * kWarps < rows_inside
+                   ? __ldcs(reinterpret_cast<const uint32_t*>(codes) + at + i * step)
+                   : 0;
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int row = step + i * kWarps + warp;
-        const int64_t r = r0 + row;
-        if (r >= rows) break;
-        const uint32_t scale = bytes[row % 32 * 16 + row / 32 * 4 + lane % kScaleGroups] & 0x7f;
-        uint32_t w[8];
-        to_operand(make_uint2(q[i].x & 0x77777777u, q[i].y & 0x77777777u), products[scale], w);
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-          const uint32_t codes_of_two = (k < 4 ? q[i].x : q[i].y) >> (8 * (k % 4));
-          w[k] |= (codes_of_two << 12 & 0x8000u) | (codes_of_two << 24 & 0x80000000u);
-        }
-        auto* out = reinterpret_cast<uint4*>(operand + (r * groups + g) * kGroup);
-        out[0] = make_uint4(w[0], w[1], w[2], w[3]);
-        out[1] = make_uint4(w[4], w[5], w[6], w[7]);
+        const int r = row + i * kWarps;
+        if (r >= rows_inside) break;
+        const uint32_t scale = bytes[r % 32 * 16 + r / 32 * 4] & 0x7f;
+        reinterpret_cast<uint4*>(operand)[at + i * step] = to_operand(q[i], products[scale]);
       }
     }
   }

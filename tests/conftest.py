@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -18,6 +20,10 @@ TOLERANCE = {
     "nvfp4 gradient": 0.21,
     "mxfp4 gradient": 0.24,
 }
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # each worker's threads on every core would only wait
+    torch.set_num_threads(1)
 
 
 def why_no_gpu() -> str | None:

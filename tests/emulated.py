@@ -1,5 +1,5 @@
-"""Decides how kernels and their host code are compiled for the CPU, for the tests that run them there
-(emulation/cuda_on_cpu.h)."""
+"""Decides how kernels and their host code are compiled for the CPU, for the tests that run them
+there (emulation/cuda_on_cpu.h)."""
 
 from __future__ import annotations
 

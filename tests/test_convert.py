@@ -479,3 +479,36 @@ def test_a_model_in_fp4_runs(device: str, recipe: str) -> None:
     assert_close_as(model(ids), plain(ids), recipe)
     model(ids).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+# ---- packed weights for inference ----
+
+
+def test_inference_packs_what_training_converted() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+                            for _ in range(4)))  # fmt: skip
+    trained = nf.convert(model, "nvfp4_four_over_six")
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    model = model.to(torch.bfloat16)
+    with torch.no_grad():
+        before = model(x)
+        packed = nf.convert(model, "nvfp4", inference=True)
+        after = model(x)
+    assert packed.converted == trained.converted
+    for name in packed.converted:
+        module = model.get_submodule(name)
+        assert type(module) is nf.PackedFP4Linear
+        assert str(module.recipe) == "nvfp4_four_over_six"  # as it trained
+    # training quantizes the activations too, inference does not
+    assert (after - before).norm() / before.norm() < 0.3
+    assert not any(name.endswith("weight") for name in model[0].state_dict())
+
+
+def test_inference_wants_an_fp4_recipe() -> None:
+    with pytest.raises(ValueError, match="expected an FP4 recipe with inference=True, got fp8"):
+        nf.convert(nn.Sequential(nn.Linear(8, 8)), "fp8", inference=True)
+
+
+def test_the_model_itself_cannot_be_replaced() -> None:
+    report = nf.plan(nn.Linear(8, 8), "nvfp4", inference=True)
+    assert report.converted == [] and "the model itself" in report.left[0][1]

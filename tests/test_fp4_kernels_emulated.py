@@ -1,5 +1,5 @@
-"""Decides that the FP4 kernels compute what the reference says, without a GPU: their sources compiled
-for the CPU (emulation/cuda_on_cpu.h)."""
+"""Decides that the FP4 kernels compute what the reference says, without a GPU: their sources are
+compiled for the CPU (emulation/cuda_on_cpu.h)."""
 
 from __future__ import annotations
 

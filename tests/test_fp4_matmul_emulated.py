@@ -53,8 +53,8 @@ class Call(ctypes.Structure):
         *(
             (name, ctypes.c_int64)
             for name in (
-                "shared_bytes", "warps", "split", "row_groups", "slab", "blocks", "late_copies",
-                "order",
+                "shared_bytes", "warp_tiles", "warps", "split", "row_groups", "slab", "stages",
+                "blocks", "late_copies", "order",
             )
         ),
     ]  # fmt: skip
@@ -64,8 +64,8 @@ def rewritten(source: str) -> str:
     for pattern, by in (
         (r"extern __shared__ uint4 shared_words\[\];",
          "uint4* const shared_words = cluster_on_cpu::current->block->shared.data();"),
-        (r"NF_CUDA\(cudaLaunchKernelEx\(&config, kernel_for\(plan.groups\), p\)\);",
-         "cluster_on_cpu::launch(kernel_for(plan.groups), config.gridDim.x, config.blockDim.x,"
+        (r"NF_CUDA\(cudaLaunchKernelEx\(&config, (kernel_for\([^()]*\)), p\)\);",
+         r"cluster_on_cpu::launch(\1, config.gridDim.x, config.blockDim.x,"
          " config.dynamicSmemBytes, plan.split, p);"),
         (r"narrowfloat_fp4_unpack<<<([^;]*), (\w+), 0, stream>>>\(",
          r"cluster_on_cpu::launch(&narrowfloat_fp4_unpack, \1, \2, 0, 1, "),
@@ -167,36 +167,49 @@ def test_unpack(library: ctypes.CDLL, n: int, k: int) -> None:
     assert alpha.tolist() == [p.scale.item(), 0.0]
 
 
-@pytest.mark.parametrize("m", [1, 8, 9, 32])
+@pytest.mark.parametrize("m", [1, 8, 9, 32, 64])
 @pytest.mark.parametrize("n, k", [(32, 128), (33, 100), (200, 1024), (1, 1), (40, 0)])
 def test_as_planned(library: ctypes.CDLL, n: int, k: int, m: int) -> None:
     p = Problem(n, k, m)
     for shared_bytes, late in itertools.product(SHARED.values(), (0, 1)):
-        plan = dict.fromkeys(("warps", "split", "row_groups", "slab", "blocks", "order"), 0)
+        plan = dict.fromkeys((name for name, _ in Call._fields_[1:]), 0)
         plan |= {"shared_bytes": shared_bytes, "late_copies": late}
         assert p.run(library, torch.float32, None, max(k, 1), bool(late), **plan)
 
 
-def test_any_plan(library: ctypes.CDLL) -> None:
-    """Rings, slabs and splits that wrap and that are not filled, in any order of threads."""
+@pytest.mark.parametrize("streamed", [False, True])
+def test_any_plan(library: ctypes.CDLL, streamed: bool) -> None:
+    """Rings, slabs, stages and splits that wrap and that are not filled, in any order of
+    threads."""
     choose = random.Random(0)
+    ran = 0
     for i in range(60):
         n = choose.choice([1, 31, 33, 64, 100, 300, 520])
         k = choose.choice([1, 100, 129, 256, 1024, 1500, 2048])
-        p = Problem(n, k, choose.choice([1, 2, 8, 9, 16, 17, 32]), nan=i % 5 == 0)
+        m = choose.choice([1, 8, 9, 17, 32, 33, 64] if streamed else [1, 2, 8, 9, 11, 16])
+        p = Problem(n, k, m, nan=i % 5 == 0)
         split, warps = choose.choice([1, 1, 2, 4, 8]), choose.choice([4, 8, 16])
-        p.run(
+        row_groups = choose.choice([r for r in (1, 2, 4, 8) if r <= min(split, warps)])
+        warp_tiles = 0
+        if streamed:
+            warp_tiles = choose.choice([1, 2] if m > 16 else [1])
+            row_groups = choose.choice([1, 2, 3, 7])
+            warps = row_groups * choose.choice([1, 2, 4] if row_groups < 3 else [1, 2])
+        ran += p.run(
             library,
             choose.choice(list(REALS)),
             choose.choice([None, *REALS]),
             k + choose.choice([0, 8, 3]),
             choose.random() < 0.5,
             shared_bytes=choose.choice(list(SHARED.values())),
+            warp_tiles=warp_tiles,
             warps=warps,
             split=split,
-            row_groups=choose.choice([r for r in (1, 2, 4, 8) if r <= min(split, warps)]),
+            row_groups=row_groups,
             slab=choose.choice([0, 1, 2, 3]),
+            stages=choose.choice([0, 2, 3, 4]),
             blocks=choose.choice([0, 1, 9, 2]),
             late_copies=choose.randrange(2),
             order=choose.randrange(3),
         )
+    assert ran > 40

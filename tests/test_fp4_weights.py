@@ -148,6 +148,20 @@ def test_product(device: str, n: int, k: int) -> None:
         assert relative_error(y, exact(x, w, scale, None)) <= max(allowed, 2.0**-9 + 1e-5), m
 
 
+@pytest.mark.parametrize("m", [1, 8, 9, 17, 33, 64])
+@pytest.mark.parametrize("n, k", [(32, 128), (200, 1000), (1056, 4096)])
+def test_few_tokens(device: str, m: int, n: int, k: int) -> None:
+    """The kernel alone, without cuBLASLt: what racecheck runs (tools/gpu_tests.py)."""
+    codes, scales = weights(n, k, device)
+    w = reference_fp4.unpacked(codes, scales, n, k)
+    packed = fp4_weights.pack(codes, scales, n, k)
+    scale = torch.full((1,), 0.0123, device=device)
+    x = torch.randn(m, k, device=device).to(BF16)
+    for constant in (False, True):
+        y = fp4_weight_matmul_op(x, packed, scale, None, n, torch.float32, constant)
+        assert relative_error(y.cpu(), exact(x.cpu(), w.cpu(), scale.cpu(), None)) < 5e-5
+
+
 @pytest.mark.parametrize("out_dtype", [torch.float32, BF16, torch.float16])
 @pytest.mark.parametrize("m", [1, 9, 30, 64, 65, 200])
 def test_layouts_of_x(device: str, m: int, out_dtype: torch.dtype) -> None:

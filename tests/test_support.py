@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import narrowfloat as nf
-from narrowfloat import support
+from narrowfloat import _binary, support
 
 Cards = Callable[..., None]
 FP8 = nf.RECIPES["fp8"]
@@ -228,3 +228,15 @@ def test_a_binary_without_code_for_the_chip(cards: Cards, monkeypatch: pytest.Mo
     refused = nf.supported("fp8", 0)
     assert not refused and "sm_90a" in refused.reason and "sm_120" in refused.reason
     assert nf.supported("fp8", 1)
+
+
+@pytest.mark.skipif(_binary.module is None, reason="no binary")
+def test_the_binary_takes_fp4_tensor_cores_where_the_table_has_them() -> None:
+    """From the versions of the library on that have them: 12.8, and its update 1 for sm120."""
+    has = _binary.module.has_fp4
+    for row in support.ARCHITECTURES:
+        for major, minor in row.capabilities:
+            capability = major * 10 + minor
+            assert has(capability, 130100) == row.has_fp4, row.sm
+            assert not has(capability, 120802)
+    assert has(100, 120803) and not has(120, 120803) and has(120, 120804)

@@ -30,12 +30,22 @@ KERNEL_TESTS = [
     "tests/test_linear.py::test_operators_equal_reference",
     "tests/test_linear.py::test_held_weight_gives_the_same_bits",
     "tests/test_scaled_mm.py::test_unaligned_views",
+    "tests/test_fp4_reference.py::test_kernel_equals_reference",
+    "tests/test_fp4_reference.py::test_quantize",
+    "tests/test_fp4_linear.py::test_operators_equal_reference",
+    "tests/test_fp4_weights.py::test_product",
 ]
 
 # Under racecheck any product of cuBLASLt dies of an illegal address (sanitizer of CUDA 13.0 on an
 # H200; torch._scaled_mm alone does, without narrowfloat). There it is preloaded away, and what
 # runs are the tests that look at no product.
-RACE_TESTS = [*KERNEL_TESTS[:3], "tests/test_linear.py::test_what_no_product_makes"]
+RACE_TESTS = [
+    *KERNEL_TESTS[:3],
+    "tests/test_linear.py::test_what_no_product_makes",
+    "tests/test_fp4_reference.py::test_kernel_equals_reference",
+    "tests/test_fp4_reference.py::test_quantize",
+    "tests/test_fp4_weights.py::test_few_tokens",
+]
 NO_PRODUCTS = "int cublasLtMatmul(void) { return 0; }"
 
 

@@ -6,6 +6,7 @@ from ._version import __version__
 from .autograd import LinearFunction, linear, matmul
 from .autograd_fp4 import FP4LinearFunction
 from .convert import Report, convert, plan
+from .fp4_weights import PackedFP4Linear
 from .modules import FP4Linear, FP8Linear, Linear
 from .quantized import FP4Tensor, QuantizedTensor, quantize
 from .recipe import RECIPES, FP4Recipe, Gemm, Recipe
@@ -39,6 +40,7 @@ __all__ = [
     "Gemm",
     "Linear",
     "LinearFunction",
+    "PackedFP4Linear",
     "QuantizedTensor",
     "Recipe",
     "Report",

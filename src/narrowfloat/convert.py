@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from . import recipe as recipes
+from .fp4_weights import PackedFP4Linear
 from .modules import Linear
 from .recipe import AnyRecipe, FP4Recipe
 
@@ -110,6 +111,7 @@ def plan(
     *,
     head: bool = False,
     keep_last: float = 0.15,
+    inference: bool = False,
 ) -> Report:
     """What convert() with the same arguments would do; changes nothing."""
     report = Report(recipes.get(recipe))
@@ -123,6 +125,11 @@ def plan(
         raise ValueError(f"convert: expected keep_last from 0 to 1, got {keep_last}")
     heads = {} if head else _heads(model, linears)
     fp4 = isinstance(report.recipe, FP4Recipe)
+    if inference and not fp4:
+        raise ValueError(
+            f"convert: expected an FP4 recipe with inference=True, got {report.recipe} "
+            "(weights are packed in FP4 alone; convert(model, 'fp8') serves inference as it is)"
+        )
     last = _last_blocks(linears, keep_last) if fp4 else {}
     matched = 0
     for name, module in linears:
@@ -130,7 +137,14 @@ def plan(
             report.left.append((name, "the filter does not match it"))
             continue
         matched += 1
-        if isinstance(module, Linear):
+        trained = isinstance(module, Linear) and isinstance(module.recipe, FP4Recipe)
+        if inference and name == "":
+            report.left.append(
+                (name, "it is the model itself (PackedFP4Linear.from_linear makes one)")
+            )
+        elif inference and trained:
+            report.converted.append(name)
+        elif isinstance(module, Linear):
             report.left.append((name, f"already a narrowfloat layer ({module.recipe})"))
         elif type(module) is not nn.Linear:
             report.left.append((name, f"its type is {type(module).__name__}, not nn.Linear"))
@@ -159,6 +173,7 @@ def convert(
     *,
     head: bool = False,
     keep_last: float = 0.15,
+    inference: bool = False,
 ) -> Report:
     """Turn model's nn.Linear layers into narrowfloat Linear layers with `recipe`, in place.
 
@@ -171,12 +186,21 @@ def convert(
     train in FP4 (arXiv 2509.25149: the last layers bear it least); rounded up, 0 converts all.
     The blocks are the longest numbered run that holds linears ("blocks.0.qkv", "blocks.1.qkv").
 
+    inference=True, with an FP4 recipe, replaces the layers by PackedFP4Linear instead: weights are
+    quantized and packed once, 4.5 bits each, and no longer train. Layers that trained in FP4 here
+    keep the recipe they trained with.
+
     Returns a Report of what was converted and what was left and why (print it). ValueError if
     the filter matches nothing or there is no linear layer.
     """
-    report = plan(model, recipe, filter, head=head, keep_last=keep_last)
+    report = plan(model, recipe, filter, head=head, keep_last=keep_last, inference=inference)
     for name in report.converted:
         module = model.get_submodule(name)
+        if inference and isinstance(module, nn.Linear):
+            own = module.recipe if isinstance(module, Linear) else report.recipe
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, PackedFP4Linear.from_linear(module, own))
+            continue
         module.__class__ = Linear
         module.recipe = report.recipe  # type: ignore[assignment]
     _log.info("%s", report)

@@ -164,6 +164,8 @@ inline Grid this_grid() { return {}; }
 
 #undef __shared__
 #define __shared__ static thread_local
+#undef __noinline__
+#define __noinline__
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #define __grid_constant__
@@ -196,12 +198,25 @@ inline uint32_t atomicMax(uint32_t* p, uint32_t v) {  // a block's fibers run on
   *p = old > v ? old : v;
   return old;
 }
-inline void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t zeros) {
+inline uint32_t __umulhi(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+}
+// In each half the larger of a + b and c.
+inline uint32_t __viaddmax_u16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result = 0;
+  for (int i = 0; i < 32; i += 16) {
+    const uint32_t sum = (a >> i) + (b >> i) & 0xffff;
+    result |= std::max(sum, c >> i & 0xffff) << i;
+  }
+  return result;
+}
+inline void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t zeros = 0) {
   std::memcpy(to, from, bytes - zeros);
   std::memset(static_cast<char*>(to) + bytes - zeros, 0, zeros);
 }
 inline void __pipeline_commit() {}
 inline void __pipeline_wait_prior(int) {}
+inline uint32_t __ldcs(const uint32_t* p) { return *p; }
 inline uint32_t __ldcg(const uint32_t* p) { return *p; }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = a | static_cast<uint64_t>(b) << 32;

@@ -17,9 +17,10 @@ const char* problem_or_null() {
 
 struct Call {
   FP4Matmul job;
-  int64_t shared_bytes;              // of a block, at most
-  int64_t warps, split, row_groups;  // the plan's; warps 0: as planned
-  int64_t slab, blocks;              // at most; 0: as planned
+  int64_t shared_bytes;  // of a block, at most
+  // the plan's; warps 0: as planned
+  int64_t warp_tiles, warps, split, row_groups;
+  int64_t slab, stages, blocks;  // at most; 0: as planned
   int64_t late_copies, order;
 };
 
@@ -31,12 +32,14 @@ extern "C" const char* run_fp4_matmul(const Call* c) {
   const FP4Device device{6, static_cast<int>(c->shared_bytes), {6, 3, 2, 1}, true};
   FP4Plan plan = c->warps == 0
                      ? plan_fp4(device, c->job.m, c->job.n, c->job.k)
-                     : plan_fp4(device, c->job.m, c->job.n, c->job.k, static_cast<int>(c->warps),
+                     : plan_fp4(device, c->job.m, c->job.n, c->job.k,
+                                static_cast<int>(c->warp_tiles), static_cast<int>(c->warps),
                                 static_cast<int>(c->split), static_cast<int>(c->row_groups));
   if (std::isinf(plan.cost)) return "no plan";
   if (plan.shared_bytes > device.shared_bytes) return "a plan with more memory than there is";
-  if (c->slab) plan.slab = std::min(plan.slab, static_cast<int>(c->slab));
-  if (c->blocks) {
+  if (c->slab && plan.warp_tiles == 0) plan.slab = std::min(plan.slab, static_cast<int>(c->slab));
+  if (c->stages) plan.stages = std::min(plan.stages, static_cast<int>(c->stages));
+  if (c->blocks && plan.warp_tiles == 0) {
     const int blocks = std::min(plan.blocks, static_cast<int>(c->blocks)) / plan.split;
     plan.blocks = std::max(blocks, 1) * plan.split;
   }

@@ -1,0 +1,121 @@
+"""Decides what of FP4 is measured by itself: quantizing, and products of packed weights with few
+tokens."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+
+import measure
+import record
+import torch
+from measure import Contender
+from run import BF16, Run
+from torch import nn
+
+QUANTIZED = ((16384, 8192), (4096, 4096))
+DECODED = ((4096, 4096), (8192, 28672))  # in, out
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
+SIDE_BYTES = 0.5 + 1 / 16  # an element: a code, and a scale byte for sixteen
+
+
+def quantize_fp4(run: Run) -> None:
+    """The FP4 quantizing kernels, amax included, in turns with a copy of 2 GiB."""
+    from narrowfloat.settings import FP4Quantize, Orientation
+
+    plain, rotated = Orientation(True), Orientation(True, rotated=True)
+    kernels = {  # kernel, bytes it must move, an element of bf16: 2 for amax, 2 to quantize, sides
+        "nvfp4 rows": (FP4Quantize(plain), 4 + SIDE_BYTES),
+        "nvfp4 rows+rotated columns": (FP4Quantize(plain, rotated), 4 + 2 * SIDE_BYTES),
+        "nvfp4 rows+rotated stochastic columns": (
+            FP4Quantize(plain, rotated._replace(stochastic=True)),
+            4 + 2 * SIDE_BYTES,
+        ),
+        "nvfp4 stochastic rows+rotated stochastic columns": (
+            FP4Quantize(plain._replace(stochastic=True), rotated._replace(stochastic=True)),
+            4 + 2 * SIDE_BYTES,
+        ),
+        "nvfp4 x of a layer: bf16 operand rows+rotated columns": (
+            FP4Quantize(Orientation(True, True), rotated),
+            6 + SIDE_BYTES,
+        ),
+        "nvfp4 dy of a layer: stochastic bf16 operands both ways": (
+            FP4Quantize(
+                Orientation(True, True, stochastic=True),
+                Orientation(True, True, stochastic=True, rotated=True),
+            ),
+            8.0,
+        ),
+        "nvfp4 w of a layer: bf16 operand rows in 16x16": (
+            FP4Quantize(Orientation(True, True), two_d=True),
+            6.0,
+        ),
+        "mxfp4 rows+rotated columns": (FP4Quantize(plain, rotated, mx=True), 4 + 2 * SIDE_BYTES),
+    }
+    shapes = run.shapes(QUANTIZED)
+    seconds = run.seconds(len(shapes) * len(kernels), 0.5)
+    copy, copy_bytes = measure.copier(run.device)
+    seed = torch.randint(-(2**62), 2**62, (2,), device=run.device.torch)
+    for rows, cols in shapes:
+        elements = rows * cols
+        sets = run.device.sets(2 * elements, 8 * elements)
+        inputs = [run.randn(rows, cols) for _ in range(sets)]
+        for kernel, (choices, moved) in kernels.items():
+            with run.attempt(f"quantize_fp4 {kernel} {rows}x{cols}"):
+                op, bits = torch.ops.narrowfloat.fp4_quantize, choices.pack()
+                calls = [functools.partial(op, x, seed, bits) for x in inputs]
+                ours = measure.captured(run.device, calls)
+                times, copies = measure.interleave(run.device, [ours, copy], seconds)
+                gbps = [sets * moved * elements / t / 1e6 for t in times]
+                copy_gbps = [copy_bytes / t / 1e6 for t in copies]
+                run.out.add(
+                    record.row(
+                        "quantize",
+                        kernel=kernel,
+                        rows=rows,
+                        cols=cols,
+                        gbps=statistics.median(gbps),
+                        copy_gbps=statistics.median(copy_gbps),
+                        ratio=measure.pairwise_ratio(copy_gbps, gbps),
+                    )
+                )
+                del ours, calls
+        del inputs
+
+
+def decode(run: Run) -> None:
+    """A layer with packed weights, forward, beside nn.Linear in bf16. Before each of either, half a
+    gigabyte is read, which leaves L2 without them and clean."""
+    from narrowfloat import PackedFP4Linear
+
+    tokens_of = TOKENS if run.device.cuda else (1, 3)
+    shapes = DECODED if run.device.cuda else ((64, 48),)
+    seconds = run.seconds(len(shapes) * len(tokens_of), 0.4)
+    flush = torch.ones(
+        (1 << 28) if run.device.cuda else 16, dtype=torch.int16, device=run.device.torch
+    )
+    for inputs, outputs in shapes:
+        plain = nn.Linear(inputs, outputs, bias=False, device=run.device.torch, dtype=BF16)
+        packed = PackedFP4Linear.from_linear(plain, "nvfp4", overlap=True)
+        for tokens in tokens_of:
+            if tokens * outputs > 1 << 25:
+                continue
+            x = run.randn(tokens, inputs)
+            with run.attempt(f"decode {tokens}x{inputs}x{outputs}"), torch.no_grad():
+                pair = [
+                    Contender(lambda _, m=m, x=x: m(x), lambda _: flush.max())  # type: ignore[misc]
+                    for m in (packed, plain)
+                ]
+                times, base = measure.interleave(run.device, pair, seconds)
+                run.out.add(
+                    record.row(
+                        "decode",
+                        recipe="nvfp4",
+                        tokens=tokens,
+                        **{"in": inputs, "out": outputs},
+                        us=statistics.median(times) * 1e3,
+                        bf16_us=statistics.median(base) * 1e3,
+                        ratio=measure.pairwise_ratio(times, base),
+                    )
+                )
+        del plain, packed
