@@ -306,8 +306,8 @@ __device__ inline void quantize_rows(const Fp4QuantizeParams& p, Shared& s, int 
   if constexpr (W::kStochastic) {
     number = r0 * p.numbers[0] + c0 / kGroup + wide(row, p.numbers[0], group);
   }
-  const int rows = c0 / kGroup + group < p.groups[0] ? inside(p.padded[0], r0) : 0,
-            real_rows = inside(p.job.rows, r0);
+  const int rows = c0 / kGroup + group < p.groups[0] ? inside(p.padded[0], r0) : 0;
+  [[maybe_unused]] const int real_rows = inside(p.job.rows, r0);
   const float to_six = s.side[0].to_six;
   auto* staged = reinterpret_cast<uint8_t*>(s.scales[0]) + scale_byte(row, group);
   const uint32_t* from = s.tile[now] + tile_word(row, 0);
@@ -325,11 +325,14 @@ __device__ inline void quantize_rows(const Fp4QuantizeParams& p, Shared& s, int 
     } else if constexpr (W::kChoice != Choice::block) {
       amax = packed_amax(w);
     }
-    const uint32_t scale = W::kChoice == Choice::block
-                               ? s.block[now][row / kGroup * kTileGroups + group]
-                               : choose_scale<W>(p, s, to_six, amax, x, 1);
-    if constexpr (W::kForm == Fp4Form::packed) {  // none beyond the last row, in a ragged block
-      *staged = row < real_rows ? scale : 0;
+    uint32_t scale;
+    if constexpr (W::kChoice == Choice::block) {  // beyond the last row of a ragged block: none
+      scale = row < real_rows ? s.block[now][row / kGroup * kTileGroups + group] : 0;
+    } else {
+      scale = choose_scale<W>(p, s, to_six, amax, x, 1);
+    }
+    if constexpr (W::kForm == Fp4Form::packed) {
+      *staged = scale;
       staged += scale_byte(kRowsAtOnce, 0);
     }
     if (row < rows) write_group<W>(p, s, scale, x, w, to, number);
@@ -346,7 +349,7 @@ __device__ inline void quantize_columns(const Fp4QuantizeParams& p, Shared& s, i
                                         int64_t c0) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4;
   const int columns = r0 / kGroup + group < p.groups[1] ? inside(p.padded[1], c0) : 0;
-  const int real_columns = inside(p.job.cols, c0);
+  [[maybe_unused]] const int real_columns = inside(p.job.cols, c0);
   const float to_six = s.side[1].to_six;
   int column = 2 * (warp * 4 + lane % 4);
   uint4* to = beyond(place_of<W>(p.job.side[1], c0 * p.groups[1] + r0 / kGroup),
@@ -377,11 +380,14 @@ __device__ inline void quantize_columns(const Fp4QuantizeParams& p, Shared& s, i
       } else if constexpr (W::kChoice != Choice::block) {
         amax = group_amax(x);
       }
-      const uint32_t scale = W::kChoice == Choice::block
-                                 ? s.block[now][group * kTileGroups + column / kGroup]
-                                 : choose_scale<W>(p, s, to_six, amax, x, 4);
+      uint32_t scale;
+      if constexpr (W::kChoice == Choice::block) {
+        scale = column < real_columns ? s.block[now][group * kTileGroups + column / kGroup] : 0;
+      } else {
+        scale = choose_scale<W>(p, s, to_six, amax, x, 4);
+      }
       if constexpr (W::kForm == Fp4Form::packed) {
-        *staged = column < real_columns ? scale : 0;
+        *staged = scale;
         staged += scale_byte(1, 0);  // an even column's neighbour is in its 32 rows
       }
       uint32_t none[8];  // neighbours are not in one word

@@ -96,8 +96,10 @@ Tensor fp4_weight_matmul(const Tensor& x, const Tensor& packed, const Tensor& sc
                          bool constant) {
   const Launch on(x, kOp, "x");
   std::optional<Matrix> m(std::in_place, x, kOp, "x");
-  NF_CHECK(m->type == Real::bf16, kOp, ": expected x in bfloat16, got ",
-           dtype_name(x.scalar_type()), " (convert it first)");
+  if (m->type != Real::bf16) {
+    throw_type_error(message(kOp, ": expected x in bfloat16, got ", dtype_name(x.scalar_type()),
+                             " (convert it first)"));
+  }
   check(x, packed, scale, bias, n, m->cols);
   if (bias && !bias->is_contiguous()) bias = torch::stable::contiguous(*bias);
   if (m->col_stride != 1) m.emplace(torch::stable::contiguous(x), kOp, "x");

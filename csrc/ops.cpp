@@ -55,14 +55,10 @@ std::string shape_of(const Tensor& t) {
   return text + (t.dim() == 1 ? ",)" : ")");
 }
 
-namespace {
-
-[[noreturn]] void throw_type_error(const std::string& text) {
+void throw_type_error(const std::string& text) {
   last_error = {ErrorKind::type, text};
   throw pybind11::type_error(text);
 }
-
-}  // namespace
 
 Element element_of(const Tensor& q, const char* op, const char* name) {
   if (q.scalar_type() == ScalarType::Float8_e4m3fn) return Element::e4m3;

@@ -87,6 +87,9 @@ std::vector<int64_t> with_last(const Tensor& x, int64_t last);
 
 void check_same_device(const Tensor& t, const Tensor& as, const char* op, const char* name);
 
+// A wrong dtype; reaches Python as TypeError.
+[[noreturn]] void throw_type_error(const std::string& text);
+
 const char* dtype_name(ScalarType dtype);
 std::string shape_of(const Tensor& t);  // "[2, 3]"
 

@@ -43,7 +43,9 @@ class Architecture(NamedTuple):
 _NOT_RUN = "not run on hardware"
 ARCHITECTURES = (
     Architecture("sm_89", "Ada (L4, L40S, GeForce RTX 40)", ((8, 9),), False, _NOT_RUN, _NOT_RUN),
-    Architecture("sm_90", "Hopper (H100, H200)", ((9, 0),), False, "run on an H200", _NOT_RUN),
+    Architecture(
+        "sm_90", "Hopper (H100, H200)", ((9, 0),), False, "run on an H200", "run on an H200"
+    ),
     Architecture(
         "sm_100, sm_103", "Blackwell (B200, B300)", ((10, 0), (10, 3)), True, _NOT_RUN, _NOT_RUN
     ),
