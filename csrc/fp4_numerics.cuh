@@ -1,5 +1,5 @@
-// Decides how numbers become FP4: rotation, block scales, rounding, random bits, a group of 16 at a
-// time. reference_fp4.py says the same.
+// Decides how numbers become FP4: rotation, block scales, rounding, a group of 16 at a time.
+// reference_fp4.py says the same.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -320,42 +320,6 @@ __device__ inline float squared_error(const float (&x)[kGroup], float multiplier
   return sum;
 }
 
-// Philox4x32-10 (Salmon et al., SC 2011). Its keys are the same for all groups of a launch: made
-// once a block, two rounds' in four words, they cost a group five loads instead of twenty
-// additions.
-constexpr int kPhiloxKeys = 5;
-
-__device__ inline uint4 philox_keys(const int64_t* seed, int i) {
-  const auto key = static_cast<uint64_t>(seed[0]);
-  const uint32_t key0 = static_cast<uint32_t>(key) + 2 * i * 0x9E3779B9u;
-  const uint32_t key1 = static_cast<uint32_t>(key >> 32) + 2 * i * 0xBB67AE85u;
-  return make_uint4(key0, key1, key0 + 0x9E3779B9u, key1 + 0xBB67AE85u);
-}
-
-__device__ inline uint4 philox_round(uint4 counter, uint32_t key0, uint32_t key1) {
-  const uint64_t p = uint64_t{0xD2511F53u} * counter.x, q = uint64_t{0xCD9E8D57u} * counter.z;
-  return make_uint4(static_cast<uint32_t>(q >> 32) ^ counter.y ^ key0, static_cast<uint32_t>(q),
-                    static_cast<uint32_t>(p >> 32) ^ counter.w ^ key1, static_cast<uint32_t>(p));
-}
-
-// A group's random bytes.
-__device__ inline uint4 random_bytes(const uint4* keys, uint2 stream, uint64_t group) {
-  uint4 counter = make_uint4(static_cast<uint32_t>(group), static_cast<uint32_t>(group >> 32),
-                             stream.x, stream.y);
-#pragma unroll
-  for (int i = 0; i < kPhiloxKeys; ++i) {
-    const uint4 k = keys[i];
-    counter = philox_round(philox_round(counter, k.x, k.y), k.z, k.w);
-  }
-  return counter;
-}
-
-__device__ inline uint2 random_stream(const int64_t* seed, int side) {
-  const auto stream = static_cast<uint64_t>(seed[1]);
-  return make_uint2(static_cast<uint32_t>(stream),
-                    static_cast<uint32_t>(stream >> 32) << 1 | static_cast<uint32_t>(side));
-}
-
 // Up with the probability of the distance to the neighbour below over the gap, in 256ths: the place
 // between codes in 2^-16, plus a random byte and a half in 2^-8, cut off. In each half of the
 // result kBase, of a bf16 from 128 to 248, plus the code.
@@ -408,36 +372,6 @@ __device__ inline void stochastic_operand(const float (&x)[kGroup], const uint32
     const uint32_t signs = kWords ? w[i] : upper_halves(x[2 * i], x[2 * i + 1]);
     out[i] = multiply_bf16(value | (signs & kSigns), factors.scale);
   }
-}
-
-// The eight magnitudes times an e4m3 scale, as bf16: their low bytes, then their high bytes.
-__device__ inline uint4 products_of(uint32_t scale) {
-  uint32_t low[2] = {0, 0}, high[2] = {0, 0};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    constexpr float kMagnitudes[8] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
-    const uint32_t bf16 =
-        scale == kNanScale ? 0x7fc0u : __float_as_uint(kMagnitudes[i] * e4m3_value(scale)) >> 16;
-    low[i / 4] |= (bf16 & 0xff) << (8 * (i % 4));
-    high[i / 4] |= (bf16 >> 8) << (8 * (i % 4));
-  }
-  return make_uint4(low[0], low[1], high[0], high[1]);
-}
-
-// Eight codes to eight bf16: magnitudes from the table, signs onto their high bytes.
-__device__ inline uint4 to_operand(uint32_t codes, const uint4& products) {
-  const uint32_t magnitudes = codes & 0x77777777u, even = codes << 4;  // signs of even ones on top
-  uint32_t out[4];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t m = magnitudes >> (16 * i);
-    const uint32_t low = __byte_perm(products.x, products.y, m);
-    const uint32_t signs = __byte_perm(even, codes, i ? 0x7362 : 0x5140);
-    const uint32_t high = __byte_perm(products.z, products.w, m) | (signs & 0x80808080u);
-    out[2 * i] = __byte_perm(low, high, 0x5140);
-    out[2 * i + 1] = __byte_perm(low, high, 0x7362);
-  }
-  return make_uint4(out[0], out[1], out[2], out[3]);
 }
 
 }  // namespace narrowfloat

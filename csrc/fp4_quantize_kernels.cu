@@ -1,137 +1,14 @@
 // Decides how a tensor becomes FP4 on the device: both orientations of a tile from one read.
-#include <cuda_pipeline_primitives.h>
-
 #include "check.h"
+#include "fp4_block_scales.cuh"
 #include "fp4_kernels.h"
 #include "fp4_numerics.cuh"
+#include "fp4_random.cuh"
+#include "fp4_tile.cuh"
 #include "kernels.cuh"
 
 namespace narrowfloat {
 namespace {
-
-constexpr int kTileGroups = kFp4Tile / kGroup;
-constexpr int kRowsAtOnce = kFp4Threads / kTileGroups;  // of a tile: a thread a group of a row
-constexpr int kRowSteps = kFp4Tile / kRowsAtOnce;
-constexpr int kTileWords = kFp4Tile * kFp4Tile / 2 + 4 * kTileGroups;
-constexpr int kCodes = 128;  // scale bytes
-
-// Where 16 bytes of a tile's row, eight columns, lie in words of two bf16. The swap in the right
-// half lets eight lanes that read every other one meet no bank twice; sixteen rows further is
-// another four banks, for lanes on eight groups of rows and four pairs of columns.
-__device__ inline int tile_word(int row, int eight) {
-  return row * (kFp4Tile / 2) + row / kGroup * 4 + (eight ^ (eight >> 3)) * 4;
-}
-
-// The byte of (row, group) in a tile's share of the scales, which is two runs of 512 bytes.
-__device__ inline int scale_byte(int row, int group) {
-  return group / 4 * 512 + row % 32 * 16 + row / 32 * 4 + group % 4;
-}
-
-struct Shared {
-  uint32_t tile[2][kTileWords];  // this one and the next, which is on its way
-  Factors factors[2][kCodes];
-  uint4 keys[kPhiloxKeys];
-  uint2 stream[2];  // of random bytes, of each side
-  SideScale side[2];
-  uint32_t scales[2][kFp4Tile * kTileGroups / 4];  // bytes, as scale_byte() has them
-  uint32_t
-      block[2][kTileGroups * kTileGroups];  // 16 x 16: amax, then scale; this tile's and the next's
-  float error[2][kFp4Tile * kTileGroups];   // last: only four over six with 16 x 16 has it
-};
-
-// Sixteen neighbours of a row, any strides, as bf16 in eight words.
-__device__ inline void load16(const Fp4Job& job, int64_t r, int64_t c, uint32_t (&w)[8]) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    float v[2] = {0.f, 0.f};
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      if (r < job.rows && c + 2 * i + j < job.cols) {
-        v[j] = load_real(job.x, job.type, r * job.row_stride + (c + 2 * i + j) * job.col_stride);
-      }
-    }
-    w[i] = pack_bf16(v[0], v[1]);
-  }
-}
-
-// Brings a tile from bf16, fp16 or fp32, as bf16, to shared memory; zeros outside. What is not the
-// usual way is kept small: a tile's code has to fit into the instruction cache.
-__device__ __noinline__ void load_slowly(const Fp4Job& job, bool aligned, int64_t r0, int64_t c0,
-                                         uint32_t* tile) {
-  const int group = threadIdx.x % kTileGroups;
-  const int64_t c = c0 + group * kGroup;
-#pragma unroll 1
-  for (int i = 0; i < kRowSteps; ++i) {
-    const int row = threadIdx.x / kTileGroups + i * kRowsAtOnce;
-    const int64_t r = r0 + row;
-    uint32_t w[8];
-    if (aligned && job.type == Real::f32) {
-      const auto* p = reinterpret_cast<const float4*>(static_cast<const float*>(job.x) +
-                                                      r * job.row_stride + c);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float4 q =
-            r < job.rows && c + 4 * k < job.cols ? p[k] : make_float4(0.f, 0.f, 0.f, 0.f);
-        w[2 * k] = pack_bf16(q.x, q.y), w[2 * k + 1] = pack_bf16(q.z, q.w);
-      }
-    } else {
-      load16(job, r, c, w);
-    }
-    *reinterpret_cast<uint4*>(tile + tile_word(row, 2 * group)) =
-        make_uint4(w[0], w[1], w[2], w[3]);
-    *reinterpret_cast<uint4*>(tile + tile_word(row, 2 * group + 1)) =
-        make_uint4(w[4], w[5], w[6], w[7]);
-  }
-}
-
-// Starts to. A tile of aligned bf16 that is wholly inside is copied without looking at bounds.
-__device__ inline void load_tile(const Fp4Job& job, bool aligned, int64_t r0, int64_t c0,
-                                 uint32_t* tile) {
-  if (!aligned || job.type != Real::bf16) {
-    load_slowly(job, aligned, r0, c0, tile);
-    return;
-  }
-  const int row = threadIdx.x / kTileGroups, group = threadIdx.x % kTileGroups;
-  const auto* from =
-      static_cast<const __nv_bfloat16*>(job.x) + (r0 + row) * job.row_stride + c0 + group * kGroup;
-  uint32_t* const to[2] = {tile + tile_word(row, 2 * group), tile + tile_word(row, 2 * group + 1)};
-  // kRowsAtOnce rows further every group's words lie as far on
-  constexpr int kFurther = kRowsAtOnce * (kFp4Tile / 2) + kRowsAtOnce / kGroup * 4;
-  static_assert(kRowsAtOnce % kGroup == 0);
-  const int64_t step = kRowsAtOnce * job.row_stride;
-  if (r0 + kFp4Tile <= job.rows && c0 + kFp4Tile <= job.cols) {
-#pragma unroll
-    for (int i = 0; i < kRowSteps; ++i, from += step) {
-      __pipeline_memcpy_async(to[0] + i * kFurther, from, 16);
-      __pipeline_memcpy_async(to[1] + i * kFurther, from + 8, 16);
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int i = 0; i < kRowSteps; ++i, from += step) {
-#pragma unroll 1
-    for (int k = 0; k < 2; ++k) {
-      const bool inside =
-          r0 + row + i * kRowsAtOnce < job.rows && c0 + group * kGroup + 8 * k < job.cols;
-      __pipeline_memcpy_async(to[k] + i * kFurther,
-                              inside ? static_cast<const void*>(from + 8 * k) : job.x, 16,
-                              inside ? 0 : 16);
-    }
-  }
-}
-
-__device__ inline void take16(const uint32_t* tile, int row, int group, uint32_t (&w)[8]) {
-  const uint4 a = *reinterpret_cast<const uint4*>(tile + tile_word(row, 2 * group));
-  const uint4 b = *reinterpret_cast<const uint4*>(tile + tile_word(row, 2 * group + 1));
-  w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w;
-  w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
-}
-
-__device__ inline void take16(const uint32_t* tile, int row, int group, float (&x)[kGroup]) {
-  uint32_t w[8];
-  take16(tile, row, group, w);
-  unpack16(w, x);
-}
 
 // Largest of the partial maxima, in every lane of a warp.
 __device__ inline uint32_t largest(const uint32_t* partials, int count) {
@@ -178,19 +55,6 @@ __device__ inline void prepare(const Fp4QuantizeParams& p, Shared& s) {
   __syncthreads();
 }
 
-// Of two scale bytes the one with the smaller error, given in units of codes; ties keep `six`.
-__device__ inline uint32_t smaller_error(uint32_t six, float six_error, uint32_t four,
-                                         float four_error) {
-  const float at_six = e4m3_value(six), at_four = e4m3_value(four);
-  return __fmul_rn(__fmul_rn(four_error, at_four), at_four) <
-                 __fmul_rn(__fmul_rn(six_error, at_six), at_six)
-             ? four
-             : six;
-}
-
-// Where a group's scale byte comes from.
-enum class Choice { group, six_or_four, block };
-
 // How a side is quantized: what is the same for a launch, and where it decides what a group costs,
 // is known when it is compiled.
 template <int kSide_, Fp4Form kForm_, bool kStochastic_, bool kRotated_, Choice kChoice_>
@@ -202,28 +66,6 @@ struct Way {
   // neighbours lie in a word, unchanged
   static constexpr bool kWords = kSide == 0 && !kRotated;
 };
-
-// The scale byte of a group whose block's amax is `bits`. Where a block is more than the group, its
-// threads agree: `pair_lane` is the other half's lane distance for blocks of 32.
-template <typename W>
-__device__ inline uint32_t choose_scale(const Fp4QuantizeParams& p, const Shared& s, float to_six,
-                                        uint32_t bits, const float (&x)[kGroup], int pair_lane) {
-  const Fp4Job& job = p.job;
-  const Fp4Side& side = job.side[W::kSide];
-  const auto& factors = s.factors[W::kSide];
-  if constexpr (W::kChoice == Choice::six_or_four) {
-    const uint32_t six = block_scale(bits, s.side[W::kSide], false, side.scale_up, false);
-    if (six != 0 && six != kNanScale) {
-      const uint32_t four = block_scale(bits, s.side[W::kSide], false, false, true);
-      return smaller_error(six, squared_error(x, factors[six].multiplier), four,
-                           squared_error(x, factors[four].multiplier));
-    }
-    return six;
-  }
-  if (!job.mx && !side.scale_up) return nearest_block_scale(bits, to_six);
-  if (job.mx) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, pair_lane));
-  return block_scale(bits, s.side[W::kSide], job.mx, side.scale_up, false);
-}
 
 // A group with its scale byte known: its codes or its operand to `to`. `group` numbers it for the
 // random bits.
@@ -454,16 +296,6 @@ __device__ inline void quantize_side(const Fp4QuantizeParams& p, Shared& s, int 
   if (form == Fp4Form::operand) quantize_form<kSide, Fp4Form::operand, kTwoD>(p, s, now, r0, c0);
 }
 
-// The staged scale bytes of a tile, the `row`th and `column`th of its side.
-__device__ inline void write_scales(const uint32_t* staged, uint8_t* scales, uint32_t row,
-                                    uint32_t column, int64_t chunks) {
-  constexpr int kTileChunks = kTileGroups / kScaleGroups;
-  const int64_t first = int64_t{column} * kTileChunks;
-  if (first + threadIdx.x / kScaleRows >= chunks) return;
-  reinterpret_cast<uint32_t*>(scales + (row * chunks + first) * kScaleTileBytes)[threadIdx.x] =
-      staged[threadIdx.x];
-}
-
 __device__ inline void write_column_sums(const Fp4QuantizeParams& p) {
   if (p.job.column_sums == nullptr) return;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kFp4Threads;
@@ -473,61 +305,6 @@ __device__ inline void write_column_sums(const Fp4QuantizeParams& p) {
     for (int64_t i = 0; i < p.sum_count; ++i) total += p.sum_partials[i * p.job.cols + c];
     store_real(p.job.column_sums, p.job.sums_type, c, total);
   }
-}
-
-__host__ __device__ inline bool any_six(const Fp4Job& job) {
-  return (job.side[0].form != Fp4Form::none && job.side[0].four_over_six) ||
-         (job.side[1].form != Fp4Form::none && job.side[1].four_over_six);
-}
-
-// The scale bytes of a tile's 16 x 16 blocks, into s.block[now], which is zero before.
-__device__ inline void choose_block_scales(const Fp4QuantizeParams& p, Shared& s, int now) {
-  const uint32_t* tile = s.tile[now];
-  const int k = p.job.side[0].form != Fp4Form::none ? 0 : 1;
-  const Fp4Side& side = p.job.side[k];
-  const bool six_or_four = any_six(p.job);
-  const int group = threadIdx.x % kTileGroups;
-#pragma unroll 1
-  for (int i = 0; i < kRowSteps; ++i) {
-    const int row = threadIdx.x / kTileGroups + i * kRowsAtOnce;
-    uint32_t w[8];
-    take16(tile, row, group, w);
-    atomicMax(&s.block[now][row / kGroup * kTileGroups + group], packed_amax(w));
-  }
-  __syncthreads();
-  if (six_or_four) {
-#pragma unroll 1
-    for (int i = 0; i < kRowSteps; ++i) {
-      const int row = threadIdx.x / kTileGroups + i * kRowsAtOnce;
-      const uint32_t bits = s.block[now][row / kGroup * kTileGroups + group];
-      const uint32_t six = block_scale(bits, s.side[k], false, side.scale_up, false);
-      const uint32_t four = block_scale(bits, s.side[k], false, false, true);
-      float x[kGroup];
-      take16(tile, row, group, x);
-      s.error[0][row * kTileGroups + group] = squared_error(x, s.factors[k][six].multiplier);
-      s.error[1][row * kTileGroups + group] = squared_error(x, s.factors[k][four].multiplier);
-    }
-    __syncthreads();
-  }
-  if (threadIdx.x < kTileGroups * kTileGroups) {
-    const uint32_t bits = s.block[now][threadIdx.x];
-    uint32_t scale = block_scale(bits, s.side[k], false, side.scale_up, false);
-    if (six_or_four) {
-      if (scale != 0 && scale != kNanScale) {
-        float six_error = 0.f, four_error = 0.f;
-        const int row = static_cast<int>(threadIdx.x) / kTileGroups * kGroup;
-        for (int i = 0; i < kGroup; ++i) {
-          const int at = (row + i) * kTileGroups + group;
-          six_error = __fadd_rn(six_error, s.error[0][at]);
-          four_error = __fadd_rn(four_error, s.error[1][at]);
-        }
-        scale = smaller_error(scale, six_error, block_scale(bits, s.side[k], false, false, true),
-                              four_error);
-      }
-    }
-    s.block[now][threadIdx.x] = scale;
-  }
-  __syncthreads();
 }
 
 struct Position {  // of a tile, in tiles

@@ -13,6 +13,36 @@ constexpr int kChunks = kGroups / kScaleGroups;  // tiles of scale bytes side by
 // apart in shared memory, so that lanes of several tiles meet in no bank
 constexpr int kChunkWords = kScaleTileBytes / 4 + 4;
 
+// The eight magnitudes times an e4m3 scale, as bf16: their low bytes, then their high bytes.
+__device__ inline uint4 products_of(uint32_t scale) {
+  uint32_t low[2] = {0, 0}, high[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    constexpr float kMagnitudes[8] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
+    const uint32_t bf16 =
+        scale == kNanScale ? 0x7fc0u : __float_as_uint(kMagnitudes[i] * e4m3_value(scale)) >> 16;
+    low[i / 4] |= (bf16 & 0xff) << (8 * (i % 4));
+    high[i / 4] |= (bf16 >> 8) << (8 * (i % 4));
+  }
+  return make_uint4(low[0], low[1], high[0], high[1]);
+}
+
+// Eight codes to eight bf16: magnitudes from the table, signs onto their high bytes.
+__device__ inline uint4 to_operand(uint32_t codes, const uint4& products) {
+  const uint32_t magnitudes = codes & 0x77777777u, even = codes << 4;  // signs of even ones on top
+  uint32_t out[4];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t m = magnitudes >> (16 * i);
+    const uint32_t low = __byte_perm(products.x, products.y, m);
+    const uint32_t signs = __byte_perm(even, codes, i ? 0x7362 : 0x5140);
+    const uint32_t high = __byte_perm(products.z, products.w, m) | (signs & 0x80808080u);
+    out[2 * i] = __byte_perm(low, high, 0x5140);
+    out[2 * i + 1] = __byte_perm(low, high, 0x7362);
+  }
+  return make_uint4(out[0], out[1], out[2], out[3]);
+}
+
 // A block takes 128 rows x 16 groups, whose scale bytes lie together: a warp a row, a lane half a
 // group, so that every store of a warp fills whole sectors.
 __global__ void __launch_bounds__(kFp4Threads)

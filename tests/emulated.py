@@ -55,7 +55,6 @@ def rewritten(source: str) -> str:
         r"unsigned char* const \1 = cuda_on_cpu::launch_shared();",
         source,
     )
-    source = source.replace("#include <cuda_pipeline_primitives.h>\n", "")
     assert "<<<" not in source and not re.search("cudaLaunch[A-Za-z]*Kernel", source)
     return source.replace("&kernel", "kernel")
 

@@ -1,5 +1,5 @@
 """Decides that the product with packed FP4 weights computes what it should, without a GPU: its
-source is compiled for the CPU (emulation/instructions.cuh), where copies come as late or as early
+sources are compiled for the CPU (emulation/instructions.cuh), where copies come as late or as early
 as they may and a cluster's threads run in any order. The hardware's memory model is for the tests
 marked gpu."""
 
@@ -60,11 +60,19 @@ class Call(ctypes.Structure):
     ]  # fmt: skip
 
 
-def rewritten(source: str) -> str:
+# found by the entry, and by one another, in the place of those in csrc
+REWRITTEN = (
+    "fp4_matmul_kernels.cuh", "fp4_matmul_held.cu", "fp4_matmul_streamed.cu", "fp4_unpack.cu",
+    "fp4_matmul.cpp",
+)  # fmt: skip
+
+
+def rewritten(sources: dict[str, str]) -> dict[str, str]:
+    """Each pattern is there, in one of the files at least."""
     for pattern, by in (
         (r"extern __shared__ uint4 shared_words\[\];",
          "uint4* const shared_words = cluster_on_cpu::current->block->shared.data();"),
-        (r"NF_CUDA\(cudaLaunchKernelEx\(&config, (kernel_for\([^()]*\)), p\)\);",
+        (r"NF_CUDA\(cudaLaunchKernelEx\(&config, (fp4_kernel\([^()]*\)), p\)\);",
          r"cluster_on_cpu::launch(\1, config.gridDim.x, config.blockDim.x,"
          " config.dynamicSmemBytes, plan.split, p);"),
         (r"narrowfloat_fp4_unpack<<<([^;]*), (\w+), 0, stream>>>\(",
@@ -74,10 +82,11 @@ def rewritten(source: str) -> str:
         (r"(?<![\w.])gridDim", "cluster_on_cpu::grid"),
         (r"(?<![\w.])blockDim", "cluster_on_cpu::block_size"),
     ):  # fmt: skip
-        source, found = re.subn(pattern, by, source)
-        assert found, pattern
-    assert "<<<" not in source and "cudaLaunchKernelEx" not in source
-    return source
+        assert any(re.search(pattern, source) for source in sources.values()), pattern
+        sources = {name: re.sub(pattern, by, source) for name, source in sources.items()}
+    for name, source in sources.items():
+        assert "<<<" not in source and "cudaLaunchKernelEx" not in source, name
+    return sources
 
 
 @pytest.fixture(scope="session")
@@ -86,8 +95,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if headers is None or compiler is None:
         pytest.skip("needs g++ and the CUDA headers")
     folder: pathlib.Path = tmp_path_factory.mktemp("fp4_matmul")
-    source = rewritten((CSRC / "fp4_matmul.cu").read_text())
-    (folder / "fp4_matmul.rewritten.h").write_text(source)
+    for name, source in rewritten({n: (CSRC / n).read_text() for n in REWRITTEN}).items():
+        (folder / name).write_text(source)
     command = [
         compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-w", "-ffp-contract=off",
         "-Wl,-Bsymbolic",

@@ -15,7 +15,7 @@ from narrowfloat.fp4_weights import PackedFP4Linear, fp4_weight_matmul_op, packe
 
 BF16 = torch.bfloat16
 SHAPES = [(1, 1), (16, 32), (33, 100), (32, 128), (200, 1000), (130, 2064)]  # N, K
-# each wraps the rings and splits of csrc/fp4_matmul.cu in another way
+# each wraps the rings and splits of csrc/fp4_matmul_*.cu in another way
 WRAPPING = [
     (32, 128), (33, 256), (200, 1024), (4096, 128), (4096, 1024), (4096, 4096), (200, 14336),
     (33, 4096), (4096, 14336), (28672, 256),
@@ -335,6 +335,9 @@ def test_layer_through_safetensors(device: str, tmp_path) -> None:
     ).to(device)
     fresh.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors", device=device))
     assert_same_bits(fresh(x), y)
+    in_memory = safetensors.load(safetensors.save(packed.state_dict()))
+    for name, value in packed.state_dict().items():
+        assert_same_bits(in_memory[name], value, name)
 
 
 def test_layer_in_another_dtype(device: str) -> None:

@@ -2,7 +2,7 @@
 
 Training keeps codes row by row and block scales in tiles, as cuBLASLt reads them. A product with a
 few tokens lives by how fast the weights come from memory, so inference orders them once as the
-kernel's threads use them: csrc/fp4_packed.cuh says how, csrc/fp4_matmul.cu multiplies.
+kernel's threads use them: csrc/fp4_packed.cuh says how, csrc/fp4_matmul_*.cu multiply.
 """
 
 from __future__ import annotations

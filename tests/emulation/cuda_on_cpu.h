@@ -210,12 +210,6 @@ inline uint32_t __viaddmax_u16x2(uint32_t a, uint32_t b, uint32_t c) {
   }
   return result;
 }
-inline void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t zeros = 0) {
-  std::memcpy(to, from, bytes - zeros);
-  std::memset(static_cast<char*>(to) + bytes - zeros, 0, zeros);
-}
-inline void __pipeline_commit() {}
-inline void __pipeline_wait_prior(int) {}
 inline uint32_t __ldcs(const uint32_t* p) { return *p; }
 inline uint32_t __ldcg(const uint32_t* p) { return *p; }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {

@@ -1,7 +1,11 @@
 // Decides how a test calls the product with packed FP4 weights on the CPU.
 #include "instructions.cuh"
 // after it
-#include "fp4_matmul.rewritten.h"
+#include "fp4_matmul.cpp"
+#include "fp4_matmul_held.cu"
+#include "fp4_matmul_plan.cpp"
+#include "fp4_matmul_streamed.cu"
+#include "fp4_unpack.cu"
 
 #include <cmath>
 
