@@ -2,6 +2,7 @@
 #   PYTHON=python3.12      the Python to use (3.10 or newer)
 #   TORCH='torch==2.11.0'  the torch to install into .venv
 #   VENV=none              use PYTHON as it is: no virtual environment, nothing is installed
+#   WHEEL=dist/*.whl       the wheels that `make gates` and `make load` look at
 #   ARGS='...'             passed on to the demo, the tests or the benchmark
 #   NARROWFLOAT_CUDA_ARCHS=90a, NARROWFLOAT_NO_CUDA=1, MAX_JOBS=4: see setup.py
 
@@ -9,6 +10,7 @@ PYTHON ?= python3
 TORCH ?= torch>=2.10
 VENV ?= .venv
 ARGS ?=
+WHEEL ?= $(wildcard dist/*.whl)
 CXX_FILES = $(wildcard csrc/*.h csrc/*.cuh csrc/*.cpp csrc/*.cu)
 TEST_CXX_FILES = $(wildcard tests/emulation/*)
 
@@ -23,7 +25,7 @@ STATE := $(VENV)
 READY := $(VENV)/.ready
 endif
 
-.PHONY: help env build demo test lint format bench wheel clean force
+.PHONY: help env build demo test lint format bench wheel sdist gates load cuda12 workflows clean force
 
 help:
 	@echo "make demo    set up, build, train a small GPT in bf16 and FP8 (ARGS='--help' for its options)"
@@ -32,6 +34,9 @@ help:
 	@echo "make env     the virtual environment with torch, the dependencies and nvcc"
 	@echo "make build   the compiled part, narrowfloat._C, in place"
 	@echo "make wheel   a wheel for this Python in dist/"
+	@echo "make gates   whether wheels and sdist are fit for users (WHEEL='dist/*.whl dist/*.tar.gz')"
+	@echo "make load    installs one WHEEL beside a TORCH, in a clean environment, and tests it"
+	@echo "make sdist, make cuda12, make workflows: see CONTRIBUTING.md, Releasing"
 	@echo "make lint    ruff, clang-format, mypy; make format lets the first two change the files"
 	@echo "make clean   remove what was built (rm -r $(VENV) for the environment)"
 
@@ -68,16 +73,30 @@ wheel: $(READY)
 	rm -rf build/lib* build/bdist*
 	$(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 
+sdist: $(READY)
+	$(PY) setup.py --quiet sdist
+
+gates: $(READY)
+	$(PY) tools/gates.py $(WHEEL) $(ARGS)
+
+load:
+	$(PYTHON) tools/load_wheel.py $(WHEEL) --python $(PYTHON) --torch '$(TORCH)' $(ARGS)
+
+cuda12: $(READY)
+	$(PY) tools/check_cuda12.py $(ARGS)
+
 # ---- for developers ----
 
 ifeq ($(VENV),none)
 TOOLS :=
 BIN := $(PYTHON) -m
 CLANG_FORMAT := clang-format
+TOOL_BIN :=
 else
 TOOLS := $(VENV)/.tools
 BIN := $(PY) -m
 CLANG_FORMAT := $(VENV)/bin/clang-format
+TOOL_BIN := $(VENV)/bin/
 endif
 
 $(VENV)/.tools: $(READY)
@@ -89,6 +108,11 @@ lint: $(TOOLS)
 	$(BIN) ruff format --check .
 	$(if $(CXX_FILES),$(CLANG_FORMAT) --dry-run -Werror $(CXX_FILES) $(TEST_CXX_FILES))
 	$(BIN) mypy
+
+workflows: $(TOOLS)
+	$(TOOL_BIN)check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(TOOL_BIN)zizmor --offline --no-progress .github/workflows
+	$(TOOL_BIN)cibuildwheel --platform linux --archs x86_64,aarch64 --print-build-identifiers .
 
 format: $(TOOLS)
 	$(BIN) ruff check --fix .

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import narrowfloat
-from narrowfloat import _binary
+from narrowfloat import _binary, support
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMISED = ["sm_89", "sm_90a", "sm_100f", "sm_120f", "compute_120"]
@@ -206,6 +206,7 @@ def test_compiler_search_explains(
     cuda: tuple[int, int],
     cure: str,
 ) -> None:
+    """O-93: a source build that cannot work fails early, and says why."""
     fake_nvcc(tmp_path / "bin", "12.6", tmp_path)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("CUDA_PATH", str(tmp_path / "none"))
@@ -249,13 +250,14 @@ def built_for(cuda: int) -> SimpleNamespace:
         ("2.11.0+cpu", None, lambda name: built_for(13000), ["CUDA build of torch", "pip install"]),
         ("2.11.0", "13.0", missing, ["_C", "make build", "cuda-toolkit[nvcc,cccl]==13.0.*"]),
         ("2.11.0", "13.2", no_cudart, ["libcudart.so.12", "(CUDA 13.2)", "pip install"]),
-        ("2.11.0", "12.8", lambda name: built_for(13000), ["got one for CUDA 13", "CUDA_HOME"]),
+        ("2.11.0", "12.8", lambda name: built_for(13000), ["one for CUDA 13", "export CUDA_HOME"]),
     ],
     ids=["old torch", "cpu torch", "no binary", "no libcudart", "wrong major"],
 )
 def test_problem_names_reason_and_cure(
     monkeypatch: pytest.MonkeyPatch, version: str, cuda: str, load: object, words: list[str]
 ) -> None:
+    """O-88, O-90: what the binary was built for, what was found, what to type."""
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(_binary.importlib, "import_module", load)
@@ -281,6 +283,20 @@ def test_a_broken_dependency_is_not_taken_for_a_missing_binary(
     monkeypatch.setattr(_binary.importlib, "import_module", lambda name: missing("elsewhere"))
     with pytest.raises(ModuleNotFoundError, match="elsewhere"):
         _binary._load()
+
+
+@in_checkout
+@pytest.mark.parametrize("cuda", ["12.8", "13.0", "13.2"])
+def test_readme_has_the_line_to_type(monkeypatch: pytest.MonkeyPatch, cuda: str) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    readme = (ROOT / "README.md").read_text()
+    printed = _binary._rebuild()
+    assert _binary._BUILD in printed and f"`{_binary._BUILD}`" in readme
+    if cuda >= "13":
+        line = printed.removeprefix("in a checkout make build, or ").partition(";")[0]
+        assert f" {cuda} | `{line}` |" in readme
+    else:
+        assert "export CUDA_HOME=<" in printed and "export CUDA_HOME=<" in readme
 
 
 def test_require(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,6 +356,7 @@ def test_built_for_torch_2_10(shared_object: Path) -> None:
 
 
 def test_architectures_are_in_the_file(shared_object: Path) -> None:
+    """O-94: what the binary says that it has is in it."""
     told = _binary.module.archs().split()
     assert told
     listing = output("cuobjdump", "--list-elf", "--list-ptx", str(shared_object))
@@ -347,6 +364,14 @@ def test_architectures_are_in_the_file(shared_object: Path) -> None:
     inside |= {f"compute_{a}" for a in re.findall(r"\.sm_(\w+)\.ptx", listing)}
     # A family target is listed as its first chip: sm_100f as sm_100.
     assert {re.sub(r"f$", "", a) for a in told} <= inside
+
+
+def test_support_table_and_promised_architectures_agree(setup_py: ModuleType) -> None:
+    """O-94: every chip of the table has code in a wheel, and the dispatch says so."""
+    archs = " ".join(setup_py.default_archs((12, 9)))
+    for row in support.ARCHITECTURES:
+        for capability in row.capabilities:
+            assert support.compiled_for(archs, capability), capability
 
 
 @in_checkout

@@ -3,6 +3,8 @@
 env (run by any Python): a virtual environment with torch, the tools that the build needs, the
 extras and this checkout; and an nvcc of torch's CUDA where the machine has none.
 build (run by the Python to build for): narrowfloat._C in place, but not on a CPU-only torch.
+wheel-env (run by it too): what a release's wheel is built with, where nvcc is there already.
+TORCH_INDEX in the environment names the index that has torch, where pip's own does not.
 """
 
 import sys
@@ -79,10 +81,30 @@ def check_compiler() -> None:
         sys.exit(f"the C++ compiler {cxx} is not there (on Debian: apt-get install g++)")
 
 
+def install_torch(torch_spec: str) -> None:
+    say(f"{torch_spec} and what the build needs")
+    index = os.environ.get("TORCH_INDEX")
+    if index:
+        pip(torch_spec, "--index-url", index)
+    pip(torch_spec, *build_requires())
+
+
+def wheel_env(torch_spec: str, cuda: str) -> None:
+    """For cibuildwheel, in its container: a torch of this CUDA, or the wheel would be another."""
+    install_torch(torch_spec)
+    import torch
+
+    if torch.version.cuda != cuda:
+        sys.exit(
+            f"expected a torch built for CUDA {cuda}, got {torch.__version__} for "
+            f"{torch.version.cuda} (TORCH_INDEX: {os.environ.get('TORCH_INDEX') or 'not set'})"
+        )
+    setup_py().find_toolkit(tuple(map(int, cuda.split("."))))
+
+
 def install(torch_spec: str) -> None:
     """Into the running Python: dependencies, this checkout, the compiler."""
-    say(f"{torch_spec} and what the build needs")
-    pip(torch_spec, *build_requires())
+    install_torch(torch_spec)
     say("narrowfloat (this checkout) with what its tests and demo need")
     pip("--no-build-isolation", "--editable", ".[demo,test]", NARROWFLOAT_NO_CUDA="1")
     if no_binary():
@@ -119,9 +141,10 @@ def build() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["env", "install", "build"])
+    parser.add_argument("what", choices=["env", "install", "build", "wheel-env"])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--torch", default="torch>=2.10", help="which torch: a pip requirement")
+    parser.add_argument("--cuda", help="wheel-env: the CUDA that this torch must be built for")
     args = parser.parse_args()
     if args.what == "env":
         python = create(args.venv)
@@ -129,6 +152,8 @@ def main() -> None:
         sys.exit(subprocess.run(cmd).returncode)
     elif args.what == "install":
         install(args.torch)
+    elif args.what == "wheel-env":
+        wheel_env(args.torch, args.cuda)
     else:
         build()
 

@@ -13,10 +13,9 @@ import torch  # before _C: it loads libtorch, libcudart and libcublasLt, which _
 __all__ = ["module", "problem", "require"]
 
 _OLDEST_TORCH = (2, 10)
-_BUILD = (
-    "make build in a checkout, else pip install --no-build-isolation --no-deps --force-reinstall "
-    "--no-binary=narrowfloat narrowfloat"
-)
+# The lines of README's install table: no wheel is published yet that could be named instead.
+_BUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
+_TOOLS = "ninja 'pybind11>=3.0.1' 'setuptools>=77.0.3' packaging"
 
 
 def _here() -> str:
@@ -24,11 +23,13 @@ def _here() -> str:
 
 
 def _rebuild() -> str:
-    """What to type for a binary that fits the torch that is here."""
+    """What to type, in a checkout, for a binary that fits the torch that is here."""
     cuda = str(torch.version.cuda)
     if int(cuda.split(".")[0]) < 13:  # the package index has a whole nvcc from CUDA 13 on
-        return f"{_BUILD}; with nvcc of CUDA {cuda}, in CUDA_HOME"
-    return f"{_BUILD}; nvcc: pip install 'cuda-toolkit[nvcc,cccl]=={cuda}.*' ninja pybind11"
+        nvcc = f"export CUDA_HOME=<a toolkit of CUDA {cuda} or 12.9>"
+    else:
+        nvcc = f"pip install 'cuda-toolkit[nvcc,cccl]=={cuda}.*' {_TOOLS}"
+    return f"in a checkout make build, or {nvcc}; {_BUILD}"
 
 
 def _torch_problem() -> str | None:
