@@ -9,7 +9,8 @@ import gc
 import statistics
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import measure
 import record
@@ -61,6 +62,33 @@ class Run:
         copy, moved = measure.copier(self.device)
         (times,) = measure.interleave(self.device, [copy], self.seconds(1, 0.5))
         return moved / statistics.median(times) / 1e6
+
+    def take_quantize(
+        self,
+        kernel: str,
+        shape: tuple[int, ...],
+        calls: Sequence[Callable[[], Any]],
+        moved: float,
+        seconds: float,
+    ) -> None:
+        """A row of quantize: one call a set, captured, in turns with a copy of 2 GiB. moved: bytes
+        that all of the calls must move."""
+        copy, copy_bytes = measure.copier(self.device)
+        ours = measure.captured(self.device, calls)
+        times, copies = measure.interleave(self.device, [ours, copy], seconds)
+        gbps = [moved / t / 1e6 for t in times]
+        copy_gbps = [copy_bytes / t / 1e6 for t in copies]
+        self.out.add(
+            record.row(
+                "quantize",
+                kernel=kernel,
+                rows=shape[0],
+                cols=shape[1],
+                gbps=statistics.median(gbps),
+                copy_gbps=statistics.median(copy_gbps),
+                ratio=measure.pairwise_ratio(copy_gbps, gbps),
+            )
+        )
 
     def randn(self, *shape: int, grad: bool = False) -> Tensor:
         return torch.randn(shape, device=self.device.torch, dtype=BF16).requires_grad_(grad)

@@ -41,7 +41,6 @@ def quantize(run: Run) -> None:
     """Each quantizing kernel, amax included, in turns with a copy of 2 GiB."""
     shapes = run.shapes(QUANTIZED)
     seconds = run.seconds(len(shapes) * len(QUANTIZERS), 0.5)
-    copy, copy_bytes = measure.copier(run.device)
     for rows, cols in shapes:
         elements = rows * cols
         sets = run.device.sets(2 * elements, 4 * elements)
@@ -54,23 +53,9 @@ def quantize(run: Run) -> None:
                 calls = [
                     functools.partial(torch.ops.narrowfloat.quantize, x, *arguments) for x in inputs
                 ]
-                ours = measure.captured(run.device, calls)
-                times, copies = measure.interleave(run.device, [ours, copy], seconds)
                 moved = sets * measure.quantize_bytes(elements, by_rows, by_columns)
-                gbps = [moved / t / 1e6 for t in times]
-                copy_gbps = [copy_bytes / t / 1e6 for t in copies]
-                run.out.add(
-                    record.row(
-                        "quantize",
-                        kernel=kernel,
-                        rows=rows,
-                        cols=cols,
-                        gbps=statistics.median(gbps),
-                        copy_gbps=statistics.median(copy_gbps),
-                        ratio=measure.pairwise_ratio(copy_gbps, gbps),
-                    )
-                )
-                del ours, calls
+                run.take_quantize(kernel, (rows, cols), calls, moved, seconds)
+                del calls
         del inputs
 
 

@@ -54,7 +54,6 @@ def quantize_fp4(run: Run) -> None:
     }
     shapes = run.shapes(QUANTIZED)
     seconds = run.seconds(len(shapes) * len(kernels), 0.5)
-    copy, copy_bytes = measure.copier(run.device)
     seed = torch.randint(-(2**62), 2**62, (2,), device=run.device.torch)
     for rows, cols in shapes:
         elements = rows * cols
@@ -64,22 +63,8 @@ def quantize_fp4(run: Run) -> None:
             with run.attempt(f"quantize_fp4 {kernel} {rows}x{cols}"):
                 op, bits = torch.ops.narrowfloat.fp4_quantize, choices.pack()
                 calls = [functools.partial(op, x, seed, bits) for x in inputs]
-                ours = measure.captured(run.device, calls)
-                times, copies = measure.interleave(run.device, [ours, copy], seconds)
-                gbps = [sets * moved * elements / t / 1e6 for t in times]
-                copy_gbps = [copy_bytes / t / 1e6 for t in copies]
-                run.out.add(
-                    record.row(
-                        "quantize",
-                        kernel=kernel,
-                        rows=rows,
-                        cols=cols,
-                        gbps=statistics.median(gbps),
-                        copy_gbps=statistics.median(copy_gbps),
-                        ratio=measure.pairwise_ratio(copy_gbps, gbps),
-                    )
-                )
-                del ours, calls
+                run.take_quantize(kernel, (rows, cols), calls, sets * moved * elements, seconds)
+                del calls
         del inputs
 
 
