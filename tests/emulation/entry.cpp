@@ -1,22 +1,8 @@
 // Decides what the test calls: csrc's quantizing host code and kernels, compiled for the CPU. The
 // test puts the rewritten kernels where they are included.
 #include "cuda_on_cpu.h"
-
-namespace {
-int g_multiprocessors = 2, g_cooperative = 1;
-}
-
-extern "C" {
-cudaError_t cudaGetLastError() { return cudaSuccess; }
-const char* cudaGetErrorName(cudaError_t) { return "error"; }
-const char* cudaGetErrorString(cudaError_t) { return "error"; }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? g_multiprocessors
-           : attribute == cudaDevAttrCooperativeLaunch ? g_cooperative
-                                                       : 9;  // compute capability
-  return cudaSuccess;
-}
-}
+// after it
+#include "pretended_device.h"
 
 #include "measure_kernels.rewritten.h"
 #include "quantize.cpp"

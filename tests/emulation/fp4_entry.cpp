@@ -1,21 +1,7 @@
 // Decides what the FP4 test calls: csrc's host code and kernels, compiled for the CPU.
 #include "cuda_on_cpu.h"
-
-namespace {
-int g_multiprocessors = 2, g_cooperative = 1;
-}
-
-extern "C" {
-cudaError_t cudaGetLastError() { return cudaSuccess; }
-const char* cudaGetErrorName(cudaError_t) { return "error"; }
-const char* cudaGetErrorString(cudaError_t) { return "error"; }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? g_multiprocessors
-           : attribute == cudaDevAttrCooperativeLaunch ? g_cooperative
-                                                       : 9;  // compute capability
-  return cudaSuccess;
-}
-}
+// after it
+#include "pretended_device.h"
 
 #include "fp4_measure_kernels.rewritten.h"
 #include "fp4_quantize.cpp"
