@@ -485,7 +485,9 @@ def machine(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     try:
         from narrowfloat import _binary
 
-        cublaslt = _binary.module.cublaslt_version() if _binary.module else None
+        number = _binary.module.cublaslt_version() if _binary.module else None
+        # major x 10000 + minor x 100 + patch, said as benchmarks/record.py says it
+        cublaslt = number and f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     except Exception:  # the training matters more than a version
         cublaslt = None
     if commit is None:
