@@ -52,6 +52,34 @@ MXFP4 = BlockFormat("mxfp4", 4, 6.0, 32, torch.float8_e8m0fnu, False, 0xFF)
 
 BLOCK_FORMATS: dict[str, BlockFormat] = {f.name: f for f in (NVFP4, MXFP4)}
 
+
+class Scaling(NamedTuple):
+    """One row of the table of how finely an FP8 operand is scaled in a product of its own."""
+
+    name: str  # as BlockRecipe calls it
+    code: int  # as the operators and csrc call it; block_settings.h holds the same numbers
+    format: str  # as quantize() and the recipe of all three products call it
+    block: int  # elements along the contraction that share a scale; 0: all of a row
+    square: bool  # whether w's blocks are block x block
+    power_of_two: bool  # scales
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the scales in the operators: mxfp8's are UE8M0 bytes."""
+        return torch.uint8 if self.name == "mx" else torch.float32
+
+
+NONE = Scaling("bf16", 0, "bf16", 0, False, False)  # left in bf16
+ROW = Scaling("row", 1, "fp8_row", 0, False, False)
+BLOCK = Scaling("block", 2, "fp8_block", 128, True, False)  # arXiv 2412.19437
+BLOCK_POW2 = Scaling("block_pow2", 3, "fp8_block_pow2", 128, True, True)
+MX = Scaling("mx", 4, "mxfp8", 32, False, True)  # OCP MX; rounded up: arXiv 2506.08027
+
+SCALINGS: dict[str, Scaling] = {s.name: s for s in (NONE, ROW, BLOCK, BLOCK_POW2, MX)}
+BY_SCALING: dict[int, Scaling] = {s.code: s for s in SCALINGS.values()}
+SCALED_FORMATS: dict[str, Scaling] = {s.format: s for s in (ROW, BLOCK, BLOCK_POW2, MX)}
+E8M0_NAN = 0xFF  # the scale byte of an mxfp8 block that holds a NaN or an Inf
+
 # dtypes that are quantized, and that a GEMM writes; in the order of quantize.h's Real
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -89,6 +117,30 @@ def scale_groups(cols: int) -> int:
 def scales_size(rows: int, cols: int) -> int:
     """Bytes of the tiled scales of an FP4 operand [rows, cols]."""
     return -(-rows // TILE_ROWS) * TILE_ROWS * scale_groups(cols)
+
+
+# An FP8 operand of R rows that is contracted along C, with scales finer than a tensor's: how its
+# codes and scales lie in memory, as cuBLASLt reads them (its manual, "Scaling in cuBLASLt").
+
+
+def block_codes_shape(scaling: Scaling, rows: int, cols: int) -> tuple[int, int]:
+    """Of the codes, one a byte, zeros beyond the operand."""
+    return padded(rows), padded32(cols) if scaling is MX else padded(cols)
+
+
+def block_scales_shape(
+    scaling: Scaling, square: bool, rows: int, cols: int
+) -> tuple[int] | tuple[int, int]:
+    """Of the scales: [padded(R)], [ceil(C/128), padded(R)], of squares [ceil(R/128), ceil(C/128)
+    to a multiple of 4], or bytes of the tiles of mxfp8."""
+    if scaling is ROW:
+        return (padded(rows),)
+    if scaling is MX:
+        return (scales_size(rows, -(-cols // 2)),)  # tiles as for 16 elements a group, of half C
+    across = -(-cols // scaling.block)
+    if square:
+        return -(-rows // scaling.block), -(-across // 4) * 4
+    return across, padded(rows)
 
 
 def get(name: str, who: str = "quantize", also: Iterable[str] = ()) -> Format:

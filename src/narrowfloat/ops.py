@@ -10,10 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _binary, recipe, reference, reference_fp4, support
-from .formats import BY_CODE, HIGH_PRECISION, codes_shape, padded, padded32, scales_size
+from . import _binary, recipe, reference, reference_block, reference_fp4, support
+from .formats import (
+    BY_CODE,
+    BY_SCALING,
+    E4M3,
+    E5M2,
+    HIGH_PRECISION,
+    NONE,
+    block_codes_shape,
+    block_scales_shape,
+    codes_shape,
+    padded,
+    padded32,
+    scales_size,
+)
 from .reference import SCALE, check_linear
-from .settings import Backward, Forward, FP4Layer, FP4Quantize
+from .settings import Backward, BlockLayer, BlockQuantize, Forward, FP4Layer, FP4Quantize
 
 _library = torch.library.Library("narrowfloat", "DEF")
 
@@ -52,6 +65,19 @@ _SCHEMAS = {
     reference_fp4.fp4_linear_backward: (
         "fp4_linear_backward(Tensor dy, Tensor? x_columns, Tensor? x_columns_scales,"
         " Tensor? scales, Tensor? w, Tensor? seed, int in_features, int settings)"
+        " -> (Tensor dx, Tensor dw, Tensor db)"
+    ),
+    reference_block.block_quantize: (
+        "block_quantize(Tensor x, int settings)"
+        " -> (Tensor rows, Tensor rows_scales, Tensor columns, Tensor columns_scales)"
+    ),
+    reference_block.block_linear_forward: (
+        "block_linear_forward(Tensor x, Tensor w, Tensor? bias, int settings)"
+        " -> (Tensor y, Tensor x_columns, Tensor x_columns_scales, Tensor w_columns_scales)"
+    ),
+    reference_block.block_linear_backward: (
+        "block_linear_backward(Tensor dy, Tensor? x, Tensor? x_columns_scales, Tensor? w,"
+        " Tensor? w_columns_scales, int in_features, int settings)"
         " -> (Tensor dx, Tensor dw, Tensor db)"
     ),
 }
@@ -97,6 +123,9 @@ linear_backward = Operator(_ops.linear_backward.default)
 fp4_quantize_op = Operator(_ops.fp4_quantize.default)
 fp4_linear_forward = Operator(_ops.fp4_linear_forward.default)
 fp4_linear_backward = Operator(_ops.fp4_linear_backward.default)
+block_quantize_op = Operator(_ops.block_quantize.default)
+block_linear_forward = Operator(_ops.block_linear_forward.default)
+block_linear_backward = Operator(_ops.block_linear_backward.default)
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -112,7 +141,7 @@ def _rows_of(x: Tensor) -> int:  # a SymInt while shapes are traced
 
 
 # The operators' fakes: shapes and dtypes of what the functions of these names return in
-# reference.py and reference_fp4.py.
+# reference.py, reference_fp4.py and reference_block.py.
 
 
 @torch.library.register_fake("narrowfloat::quantize")
@@ -232,6 +261,64 @@ def _fp4_linear_backward(
     settings: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     choices = FP4Layer.unpack(settings)
+    n, dw_dtype, db_dtype = dy.shape[-1], choices.dw_dtype, choices.db_dtype
+    return (
+        dy.new_empty((*dy.shape[:-1], in_features) if choices.wanted else (0,)),
+        dy.new_empty((n, in_features) if dw_dtype is not None else (0,), dtype=dw_dtype),
+        dy.new_empty((n,) if db_dtype is not None else (0,), dtype=db_dtype),
+    )
+
+
+@torch.library.register_fake("narrowfloat::block_quantize")
+def _block_quantize(x: Tensor, settings: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, k = _rows_of(x), x.shape[-1]
+    made = []
+    sizes = ((m, k), (k, m))
+    for how, (rows, cols) in zip(BlockQuantize.unpack(settings), sizes, strict=True):
+        scaling = reference_block.check_orientation(how, "block_quantize")
+        codes: tuple[int, ...] = (0,)
+        scales: tuple[int, ...] = (0,)
+        dtypes = E4M3.dtype, torch.float32
+        if how.operand:
+            codes, dtypes = (padded(rows), padded32(cols)), (torch.bfloat16, torch.float32)
+        elif scaling is not NONE:
+            codes = block_codes_shape(scaling, rows, cols)
+            scales = block_scales_shape(scaling, how.square, rows, cols)
+            dtypes = (E5M2 if how.e5m2 else E4M3).dtype, scaling.dtype
+        made += [x.new_empty(codes, dtype=dtypes[0]), x.new_empty(scales, dtype=dtypes[1])]
+    return made[0], made[1], made[2], made[3]
+
+
+@torch.library.register_fake("narrowfloat::block_linear_forward")
+def _block_linear_forward(
+    x: Tensor, w: Tensor, bias: Tensor | None, settings: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_linear(x, w, bias, "linear")
+    choices = BlockLayer.unpack(settings)
+    wgrad = BY_SCALING[choices.wgrad]
+    m, (n, k) = _rows_of(x), w.shape
+    save = choices.wanted and wgrad is not NONE
+    keep_w = reference_block.keeps_w(choices)
+    scales = block_scales_shape(wgrad, False, k, m) if save else (0,)
+    return (
+        x.new_empty((*x.shape[:-1], n)),
+        x.new_empty(block_codes_shape(wgrad, k, m) if save else (0,), dtype=E4M3.dtype),
+        x.new_empty(scales, dtype=wgrad.dtype if save else torch.float32),
+        x.new_empty((padded(k) if keep_w else 0,), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("narrowfloat::block_linear_backward")
+def _block_linear_backward(
+    dy: Tensor,
+    x: Tensor | None,
+    x_columns_scales: Tensor | None,
+    w: Tensor | None,
+    w_columns_scales: Tensor | None,
+    in_features: int,
+    settings: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    choices = BlockLayer.unpack(settings)
     n, dw_dtype, db_dtype = dy.shape[-1], choices.dw_dtype, choices.db_dtype
     return (
         dy.new_empty((*dy.shape[:-1], in_features) if choices.wanted else (0,)),

@@ -150,3 +150,96 @@ class FP4Layer(NamedTuple):
         wanted = bool(bits & NEED_DX)
         dw, db = dtypes[bits >> DW_SHIFT & 15], dtypes[bits >> DB_SHIFT & 15]
         return FP4Layer._make((*(bool(bits & bit) for bit in FP4_LAYER), wanted, dw, db))
+
+
+# FP8 with finer scales than a tensor's. Of block_quantize: eight bits an orientation, rows from bit
+# 0 and columns from bit 8: a scaling's code in three (0: not wanted), then the flags of
+# BlockOrientation in its order.
+BLOCK_COLUMNS_SHIFT = 8
+BLOCK_ORIENTATION = (1 << 3, 1 << 4, 1 << 5)
+# Of a layer's two calls: the scalings of fprop, dgrad and wgrad in bits 0 to 8, then
+BLOCK_E5M2 = 1 << 9  # dy, where its products are scaled by row
+# bit 10: SAVE_X or NEED_DX, and the dtypes of dw and db, as above
+BLOCK_FAST = 1 << 11  # accumulation of fprop, where it is scaled by row
+BLOCK_FAST_DGRAD = 1 << 20
+BLOCK_FAST_WGRAD = 1 << 21
+BLOCK_KEEP_W = 1 << 22  # forward: the scales of w's columns are wanted, for dx
+
+
+class BlockOrientation(NamedTuple):
+    """How block_quantize makes one orientation of a tensor."""
+
+    scaling: int = 0
+    operand: bool = False  # as bf16, code x scale, for a bf16 product; powers of two alone
+    e5m2: bool = False  # element; else e4m3. By row alone
+    square: bool = False  # blocks of 128 x 128
+
+    def pack(self) -> int:
+        flags = zip(BLOCK_ORIENTATION, self[1:], strict=True)
+        return self.scaling | sum(bit for bit, on in flags if on)
+
+    @staticmethod
+    def unpack(bits: int) -> BlockOrientation:
+        return BlockOrientation(bits & 7, *(bool(bits & bit) for bit in BLOCK_ORIENTATION))
+
+
+class BlockQuantize(NamedTuple):
+    """The choices of block_quantize."""
+
+    rows: BlockOrientation = BlockOrientation()
+    columns: BlockOrientation = BlockOrientation()
+
+    def pack(self) -> int:
+        return self.rows.pack() | self.columns.pack() << BLOCK_COLUMNS_SHIFT
+
+    @staticmethod
+    def unpack(bits: int) -> BlockQuantize:
+        return BlockQuantize(
+            BlockOrientation.unpack(bits), BlockOrientation.unpack(bits >> BLOCK_COLUMNS_SHIFT)
+        )
+
+
+class BlockLayer(NamedTuple):
+    """The choices of block_linear_forward and block_linear_backward."""
+
+    fprop: int = 0  # codes of scalings
+    dgrad: int = 0
+    wgrad: int = 0
+    e5m2_dy: bool = False
+    fast_fprop: bool = False
+    fast_dgrad: bool = False
+    fast_wgrad: bool = False
+    wanted: bool = False  # forward: x's columns, SAVE_X; backward: dx, NEED_DX
+    keep_w: bool = False  # forward: the scales of w's columns, where fprop and dgrad are by row
+    dw_dtype: torch.dtype | None = None
+    db_dtype: torch.dtype | None = None
+
+    def pack(self) -> int:
+        flags = (
+            BLOCK_E5M2 * self.e5m2_dy
+            | BLOCK_FAST * self.fast_fprop
+            | BLOCK_FAST_DGRAD * self.fast_dgrad
+            | BLOCK_FAST_WGRAD * self.fast_wgrad
+            | NEED_DX * self.wanted
+            | BLOCK_KEEP_W * self.keep_w
+        )
+        dw = 0 if self.dw_dtype is None else DW[self.dw_dtype]
+        db = 0 if self.db_dtype is None else DB[self.db_dtype]
+        return self.fprop | self.dgrad << 3 | self.wgrad << 6 | flags | dw | db
+
+    @staticmethod
+    def unpack(bits: int) -> BlockLayer:
+        dtypes = (None, *HIGH_PRECISION)
+        return BlockLayer(
+            bits & 7,
+            bits >> 3 & 7,
+            bits >> 6 & 7,
+            bool(bits & BLOCK_E5M2),
+            bool(bits & BLOCK_FAST),
+            bool(bits & BLOCK_FAST_DGRAD),
+            bool(bits & BLOCK_FAST_WGRAD),
+            bool(bits & NEED_DX),
+            bool(bits & BLOCK_KEEP_W),
+            dtypes[bits >> DW_SHIFT & 15],
+            dtypes[bits >> DB_SHIFT & 15],
+        )
