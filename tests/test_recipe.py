@@ -11,7 +11,7 @@ import torch
 
 import narrowfloat as nf
 from narrowfloat import recipe as recipes
-from narrowfloat.settings import Backward, Forward, FP4Layer
+from narrowfloat.settings import Backward, BlockLayer, Forward, FP4Layer
 
 
 def test_defaults() -> None:
@@ -129,7 +129,8 @@ def test_fp4_defaults_and_names() -> None:
     assert nf.RECIPES["nvfp4"] == recipe and nf.RECIPES["mxfp4"].format == "mxfp4"
     assert nf.RECIPES["nvfp4_four_over_six"].four_over_six == "both"
     assert nf.RECIPES["nvfp4_unbiased"].scale_up_dy
-    assert set(nf.RECIPES) == {"fp8", "nvfp4", "mxfp4", "nvfp4_four_over_six", "nvfp4_unbiased"}
+    fp4 = {name for name, r in nf.RECIPES.items() if isinstance(r, nf.FP4Recipe)}
+    assert fp4 == {"nvfp4", "mxfp4", "nvfp4_four_over_six", "nvfp4_unbiased"}
     for name in nf.RECIPES:
         assert recipes.get(name) is nf.RECIPES[name]
         assert nf.Linear(16, 16, recipe=name).recipe is nf.RECIPES[name]
@@ -170,3 +171,64 @@ def test_fp4_value_semantics() -> None:
     assert eval(repr(mine), vars(nf)) == mine
     assert dataclasses.replace(mine, four_over_six="none") == nf.FP4Recipe("mine")
     assert nf.linear(torch.ones(2, 16), torch.ones(4, 16), None, mine).shape == (2, 4)
+
+
+# ---- finer scales than a tensor's ----
+
+
+def test_block_defaults() -> None:
+    named = {n: r for n, r in nf.RECIPES.items() if isinstance(r, nf.BlockRecipe)}
+    products = {n: (r.fprop, r.dgrad, r.wgrad, r.dy, r.fast) for n, r in named.items()}
+    assert products == {
+        "fp8_row": ("row", "row", "row", "e5m2", ()),
+        "fp8_block": ("block", "block", "block", "e4m3", ()),
+        "fp8_block_bf16_wgrad": ("block", "block", "bf16", "e4m3", ()),
+        "fp8_block_pow2": ("block_pow2", "block_pow2", "block_pow2", "e4m3", ()),
+        "mxfp8": ("mx", "mx", "mx", "e4m3", ()),
+    }
+    assert nf.BlockRecipe() == nf.RECIPES["fp8_block"]
+    for name, recipe in named.items():
+        assert recipes.get(name) is recipe and str(recipe) == name
+        assert nf.Linear(16, 16, recipe=name).recipe is recipe
+    assert set(nf.RECIPES) == {"fp8", *named, *(n for n in nf.RECIPES if "fp4" in n)}
+
+
+def test_block_settings_are_what_the_operators_are_told() -> None:
+    mixed = nf.BlockRecipe("mixed", "mx", "row", "bf16", "e5m2", ("dgrad",))
+    assert BlockLayer.unpack(mixed.settings) == BlockLayer(4, 1, 0, True, fast_dgrad=True)
+    assert mixed.scalings == ("row", "mx")
+    row = nf.BlockRecipe("r", "row", "row", "row", fast=("fprop", "wgrad"))
+    assert BlockLayer.unpack(row.settings) == BlockLayer(1, 1, 1, fast_fprop=True, fast_wgrad=True)
+    plain = nf.BlockRecipe("plain", "bf16", "bf16", "bf16")
+    assert plain.scalings == ("bf16",) and plain.settings == 0
+    assert nf.BlockRecipe("b", wgrad="bf16").scalings == ("block",)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"fprop": "tensor"}, "expected fprop out of .*'block_pow2', 'mx', 'row'.*got 'tensor'"),
+        ({"wgrad": "fp8_row"}, "expected wgrad out of"),
+        ({"dy": "e3m4"}, "expected dy out of"),
+        ({"dy": "e5m2"}, "expected dy='e4m3', got 'e5m2' with dgrad 'block'"),
+        ({"dgrad": "row", "dy": "e5m2"}, "expected dy='e4m3', got 'e5m2'"),
+        ({"dgrad": "bf16", "wgrad": "bf16", "dy": "e5m2"}, "expected dy='e4m3', got 'e5m2'"),
+        ({"fast": ("fprop",)}, "fast accumulation of products scaled by row, got fprop in 'block'"),
+        ({"wgrad": "bf16", "fast": ("wgrad",)}, "got wgrad in 'bf16'"),
+        ({"fast": ("all",)}, "expected fast as a tuple"),
+        ({"fast": "fprop"}, "expected fast as a tuple"),
+    ],
+)
+def test_block_refusals(changed: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=f"^BlockRecipe: .*{text}"):
+        nf.BlockRecipe("refused", **changed)  # type: ignore[arg-type]
+
+
+def test_block_recipes_are_values() -> None:
+    mine = nf.BlockRecipe("mine", wgrad="bf16")
+    assert mine == nf.BlockRecipe("mine", wgrad="bf16") != nf.BlockRecipe("mine")
+    assert copy.deepcopy(mine) == pickle.loads(pickle.dumps(mine)) == mine
+    assert len({nf.BlockRecipe(), nf.BlockRecipe(), mine}) == 2
+    assert dataclasses.replace(mine, wgrad="block").settings == nf.BlockRecipe("mine").settings
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mine.dy = "e5m2"  # type: ignore[misc]

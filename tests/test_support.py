@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode, fake_tensor
 
 import narrowfloat as nf
-from narrowfloat import _binary, support
+from narrowfloat import _binary, formats, ops, support
 
 Cards = Callable[..., None]
 FP8 = nf.RECIPES["fp8"]
@@ -22,6 +23,7 @@ FP8 = nf.RECIPES["fp8"]
 def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cards]:
     """cards((9, 0), (8, 0)): pretends that CUDA devices of these capabilities are here."""
     known, known_fp4 = set(support.ready), set(support.ready_fp4)
+    known_block = dict(support.ready_block)
 
     def pretend(*capabilities: tuple[int, int]) -> None:
         monkeypatch.setattr(support._binary, "problem", None)
@@ -34,8 +36,11 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cards]:
         support.ready.update({torch.device("cpu"), torch.device("meta")})
         support.ready_fp4.clear()
         support.ready_fp4.update(support.ready)
+        support.ready_block.clear()
 
     yield pretend
+    support.ready_block.clear()
+    support.ready_block.update(known_block)
     for found, before in ((support.ready, known), (support.ready_fp4, known_fp4)):
         found.clear()
         found.update(before)
@@ -54,7 +59,7 @@ def test_native(cards: Cards, capability: tuple[int, int]) -> None:
     assert torch.device("cuda", 0) in support.ready
 
 
-@pytest.mark.parametrize("name", sorted(set(nf.RECIPES) - {"fp8"}))
+@pytest.mark.parametrize("name", sorted(name for name in nf.RECIPES if "fp4" in name))
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])
 def test_native_fp4(cards: Cards, capability: tuple[int, int], name: str) -> None:
     cards(capability)
@@ -197,17 +202,31 @@ def test_table_has_every_recipe_and_architecture() -> None:
     lines = support.support_table().splitlines()
     assert len({line.count("|") for line in lines}) == 1  # as many cells everywhere
     assert lines[1] == "| --- | --- | --- | --- | --- |"
+    kinds = {support.kinds_of(recipe) for recipe in nf.RECIPES.values()}
     for name, recipe in nf.RECIPES.items():
-        fp4 = isinstance(recipe, nf.FP4Recipe)
         own = [x for x in lines if name in re.split(r"[|, ]+", x.split("|")[1])]
         assert len(own) == len(support.ARCHITECTURES) + 2
+        (kind,) = support.kinds_of(recipe)
         for row in support.ARCHITECTURES:
             mine = [x for x in own if f"| {row.sm} |" in x]
             assert len(mine) == 1 and row.chips in mine[0]
-            assert ("native" if row.native(fp4) else "exact emulation") in mine[0]
-            assert mine[0].endswith(f"| {row.ran(fp4)} |")
+            route = support.route(kind, row)
+            assert f"| {route.cell} |" in mine[0]
+            tested = "" if route.how == "no" else f"{support.ran(row, (kind,))} "
+            assert mine[0].endswith(f" | {tested}|")
         assert any("| CPU | | reference" in x for x in own)
-    assert len(lines) == 2 + 2 * (len(support.ARCHITECTURES) + 2)
+    assert len(lines) == 2 + len(kinds) * (len(support.ARCHITECTURES) + 2)
+
+
+def test_every_kind_has_a_route_on_every_architecture_and_version() -> None:
+    assert set(support.TABLE) == {"fp8", "fp4", *formats.SCALINGS}
+    for kind, rows in support.TABLE.items():
+        assert tuple(rows) == support.ARCHITECTURES, kind
+        for row, routes in rows.items():
+            assert [r.since for r in routes] == sorted((r.since for r in routes), reverse=True)
+            assert routes[-1].since == 0  # an older library has an answer too
+            assert support.route(kind, row) is routes[0]
+            assert support.route(kind, row, 120000) is routes[-1]
 
 
 def test_readme_holds_the_table() -> None:
@@ -231,12 +250,188 @@ def test_a_binary_without_code_for_the_chip(cards: Cards, monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(_binary.module is None, reason="no binary")
-def test_the_binary_takes_fp4_tensor_cores_where_the_table_has_them() -> None:
-    """From the versions of the library on that have them: 12.8, and its update 1 for sm120."""
-    has = _binary.module.has_fp4
-    for row in support.ARCHITECTURES:
-        for major, minor in row.capabilities:
-            capability = major * 10 + minor
-            assert has(capability, 130100) == row.has_fp4, row.sm
-            assert not has(capability, 120802)
-    assert has(100, 120803) and not has(120, 120803) and has(120, 120804)
+@pytest.mark.parametrize("version", [120000, 120800, 120803, 120804, 120900, 130100, 140000])
+def test_the_binary_decides_as_the_table_says(version: int) -> None:
+    for kind, rows in support.TABLE.items():
+        for row in support.ARCHITECTURES:
+            for major, minor in row.capabilities:
+                capability = major * 10 + minor
+                name = support.route(kind, row, version).name
+                assert rows[row]
+                if kind == "fp4":
+                    assert _binary.module.has_fp4(capability, version) == (name == "native")
+                elif kind in formats.SCALINGS:
+                    if not hasattr(_binary.module, "block_route"):
+                        pytest.skip("the binary is older than block_route")
+                    code = formats.SCALINGS[kind].code
+                    assert _binary.module.block_route(code, capability, version) == name, (
+                        kind,
+                        row.sm,
+                        version,
+                    )
+
+
+# ---- finer scales than a tensor's ----
+
+EVERY = [(8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
+# with the newest library: how, and words of the reason
+EXPECTED = {
+    "fp8_row": {
+        8: ("native", "unit scales, then a pass that scales"),
+        9: ("native", "FP8 tensor cores of Hopper"),
+        10: ("native", "unit scales, then a pass that scales"),
+        12: ("native", "unit scales, then a pass that scales"),
+    },
+    "fp8_block": {
+        8: ("no", "sm_89.*sm_90 alone; fp8_block_pow2 runs"),
+        9: ("native", "FP8 tensor cores of Hopper"),
+        10: ("no", "sm_10[03].*sm_90 alone; fp8_block_pow2 runs"),
+        12: ("no", "sm_12[01].*sm_90 alone; fp8_block_pow2 runs"),
+    },
+    "fp8_block_pow2": {
+        8: ("emulation", "has no tensor cores that scale blocks.*bf16"),
+        9: ("native", "FP8 tensor cores of Hopper"),
+        10: ("native", "as MXFP8"),
+        12: ("native", "as MXFP8"),
+    },
+    "mxfp8": {
+        8: ("emulation", "has no tensor cores that scale blocks.*bf16"),
+        9: ("emulation", "has no tensor cores that scale blocks.*bf16"),
+        10: ("native", "FP8 tensor cores of Blackwell"),
+        12: ("native", "FP8 tensor cores of Blackwell"),
+    },
+}
+EXPECTED["fp8_block_bf16_wgrad"] = EXPECTED["fp8_block"]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("capability", EVERY)
+def test_blocks_run_where_the_table_says(
+    cards: Cards, capability: tuple[int, int], name: str
+) -> None:
+    cards(capability)
+    how, words = EXPECTED[name][capability[0]]
+    answer = nf.supported(name, 0)
+    assert answer.how == how and answer.ok == bool(answer) == (how != "no")
+    assert re.search(words, answer.reason)
+    device = torch.device("cuda", 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if how == "no":
+            sm = f"sm_{capability[0]}{capability[1]}"
+            with pytest.raises(NotImplementedError, match=f"recipe {name} does not run on {sm}"):
+                support.require(nf.RECIPES[name], device)
+            assert device not in support.ready_for(nf.RECIPES[name])
+        else:
+            row = support.ARCHITECTURES[[8, 9, 10, 12].index(capability[0])]
+            kinds = support.kinds_of(nf.RECIPES[name])
+            assert answer.reason.endswith("; " + support.ran(row, kinds))
+            for _ in range(2):  # once a device
+                support.require(nf.RECIPES[name], device)
+            assert device in support.ready_for(nf.RECIPES[name])
+    assert len(caught) == (how == "emulation")
+    assert support.never(name, capability) == (how == "no")
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "version", "how", "words"),
+    [
+        ("fp8_row", (9, 0), 120804, "native", "unit scales"),
+        ("fp8_block", (9, 0), 120804, "no", "sm_90.*take cuBLASLt 12.9"),
+        ("fp8_block_pow2", (9, 0), 120804, "emulation", "no blocks before cuBLASLt 12.9"),
+        ("fp8_block_pow2", (10, 0), 120600, "emulation", "no MXFP8 before cuBLASLt 12.8"),
+        ("mxfp8", (10, 3), 120600, "emulation", "no MXFP8 before cuBLASLt 12.8"),
+        ("mxfp8", (12, 0), 120803, "emulation", "no MXFP8 before cuBLASLt 12.9"),
+        ("mxfp8", (12, 0), 120900, "native", "FP8 tensor cores"),
+        ("nvfp4", (12, 0), 120803, "emulation", "no FP4 before cuBLASLt"),
+        ("fp8", (9, 0), 120000, "native", "FP8 tensor cores"),
+    ],
+)
+def test_the_library_that_is_loaded_decides(
+    cards: Cards,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    capability: tuple[int, int],
+    version: int,
+    how: str,
+    words: str,
+) -> None:
+    cards(capability)
+    module = types.SimpleNamespace(
+        archs=lambda: "sm_89 sm_90a sm_100f sm_120f", cublaslt_version=lambda: version
+    )
+    monkeypatch.setattr(support._binary, "module", module)
+    answer = nf.supported(name, 0)
+    assert answer.how == how and re.search(words, answer.reason), answer.reason
+    assert not support.never(name, capability)
+
+
+@pytest.mark.parametrize(
+    ("said", "how"), [("native", "native"), ("epilogue", "native"), ("bf16", "emulation")]
+)
+def test_the_binary_is_asked(
+    cards: Cards, monkeypatch: pytest.MonkeyPatch, said: str, how: str
+) -> None:
+    cards((12, 1))
+    asked: list[tuple[int, int, int]] = []
+    module = types.SimpleNamespace(
+        archs=lambda: "sm_120f",
+        cublaslt_version=lambda: 130100,
+        block_route=lambda *question: asked.append(question) or said,
+    )
+    monkeypatch.setattr(support._binary, "module", module)
+    assert nf.supported("mxfp8", 0).how == how
+    assert asked == [(formats.MX.code, 121, 130100)]
+    module.block_route = lambda *question: ""
+    refused = nf.supported("mxfp8", 0)
+    assert not refused and "sm_121" in refused.reason
+    assert nf.supported(nf.BlockRecipe("all bf16", "bf16", "bf16", "bf16"), 0).how == "native"
+
+
+def test_a_mixed_recipe_is_what_its_worst_product_is(cards: Cards) -> None:
+    cards((9, 0), (10, 0))
+    mixed = nf.BlockRecipe("mixed", "block", "mx", "bf16")
+    assert nf.supported(mixed, 0).how == "emulation"
+    refused = nf.supported(mixed, 1)
+    assert refused.how == "no" and "recipe mixed does not run on sm_100" in refused.reason
+    assert nf.supported(nf.BlockRecipe("m", "row", "block", "bf16"), 0).how == "native"
+    assert nf.supported(nf.BlockRecipe("m", "row", "block_pow2", "mx"), 1).how == "native"
+    with pytest.warns(support.EmulationWarning, match="recipe mixed on cuda:0"):
+        support.require(mixed, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_nothing_unsupported_is_launched(
+    cards: Cards, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """O-95: linear, matmul and a layer refuse before any operator is called."""
+    capabilities = [*EVERY, (8, 6)]
+    cards(*capabilities)
+    called: list[str] = []
+
+    def no_launch(*_: object) -> None:
+        called.append("launched")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ops, "block_linear_forward", no_launch)
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda *_: None)
+    for index, capability in enumerate(capabilities):
+        with FakeTensorMode():
+            x = torch.empty(8, 16, device=f"cuda:{index}")
+            w = torch.empty(32, 16, device=f"cuda:{index}")
+        runs = nf.supported(name, index).ok
+        sm = f"sm_{capability[0]}{capability[1]}"
+        for call in (
+            lambda x, w: nf.linear(x, w, None, name),
+            lambda x, w: nf.matmul(x, w.t(), name),
+        ):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", support.EmulationWarning)
+                if runs:
+                    with pytest.raises(KeyboardInterrupt):
+                        call(x, w)
+                else:
+                    with pytest.raises(NotImplementedError, match=f"recipe {name}.*{sm}"):
+                        call(x, w)
+        assert bool(called) == runs
+        called.clear()

@@ -4,12 +4,13 @@ from . import _binary as _binary
 from . import ops as ops
 from ._version import __version__
 from .autograd import LinearFunction, linear, matmul
+from .autograd_block import BlockLinearFunction
 from .autograd_fp4 import FP4LinearFunction
 from .convert import Report, convert, plan
 from .fp4_weights import PackedFP4Linear
 from .modules import FP4Linear, FP8Linear, Linear
-from .quantized import FP4Tensor, QuantizedTensor, quantize
-from .recipe import RECIPES, FP4Recipe, Gemm, Recipe
+from .quantized import BlockTensor, FP4Tensor, QuantizedTensor, quantize
+from .recipe import RECIPES, BlockRecipe, FP4Recipe, Gemm, Recipe
 from .reuse import reuse_weights
 from .seeds import (
     FP4DequantizeFunction,
@@ -29,6 +30,9 @@ from .support import Support, supported
 
 __all__ = [
     "RECIPES",
+    "BlockLinearFunction",
+    "BlockRecipe",
+    "BlockTensor",
     "FP4DequantizeFunction",
     "FP4Linear",
     "FP4LinearFunction",

@@ -104,7 +104,7 @@ def _device(index: int, wrong: list[str]) -> tuple[list[str], bool]:
         lines.append(f"        {each}: {answer.how}; {answer.reason}")
         if answer:
             runs = True
-        elif answer.reason != _binary.problem:
+        elif answer.reason != _binary.problem and not support.never(each, capability):
             wrong.append(f"{where}: {each} does not run: {answer.reason}")
     return lines, runs
 

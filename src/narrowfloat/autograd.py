@@ -9,8 +9,9 @@ from torch import Tensor
 
 from . import ops, support
 from . import recipe as recipes
+from .autograd_block import BlockLinearFunction
 from .autograd_fp4 import FP4LinearFunction
-from .recipe import AnyRecipe, FP4Recipe, Recipe
+from .recipe import AnyRecipe, BlockRecipe, FP4Recipe, Recipe
 from .reference import check_quantizable
 from .reuse import Held
 from .settings import DB, DW, NEED_DX, SAVE_X
@@ -71,6 +72,7 @@ class LinearFunction(torch.autograd.Function):
 # the 8 us that an empty function costs (benchmarks/results/cpu).
 _apply = super(torch.autograd.Function, LinearFunction).apply
 _apply_fp4 = super(torch.autograd.Function, FP4LinearFunction).apply
+_apply_block = super(torch.autograd.Function, BlockLinearFunction).apply
 
 
 def linear(
@@ -94,7 +96,7 @@ def linear(
     """
     if type(recipe) is not Recipe:
         recipe = recipes.get(recipe)
-    ready = support.ready if type(recipe) is Recipe else support.ready_fp4
+    ready = support.ready if type(recipe) is Recipe else support.ready_for(recipe)
     if getattr(x, "device", None) not in ready:
         check_quantizable(x, "linear")
         support.require(recipe, x.device)
@@ -103,6 +105,8 @@ def linear(
         x = x.to(torch.get_autocast_dtype(kind))
     if isinstance(recipe, FP4Recipe):
         return _linear_fp4(x, w, bias, recipe)
+    if isinstance(recipe, BlockRecipe):
+        return _linear_block(x, w, bias, recipe)
     if torch.is_grad_enabled():
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return LinearFunction.apply(x, w, bias, recipe, held)
@@ -118,6 +122,14 @@ def _linear_fp4(x: Tensor, w: Tensor, bias: Tensor | None, recipe: FP4Recipe) ->
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return FP4LinearFunction.apply(x, w, bias, recipe)
     return _apply_fp4(x, w, bias, recipe)
+
+
+def _linear_block(x: Tensor, w: Tensor, bias: Tensor | None, recipe: BlockRecipe) -> Tensor:
+    if not torch.is_grad_enabled():
+        return ops.block_linear_forward(x, w, bias, recipe.settings)[0]
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return BlockLinearFunction.apply(x, w, bias, recipe)
+    return _apply_block(x, w, bias, recipe)
 
 
 def matmul(a: Tensor, b: Tensor, recipe: str | AnyRecipe = "fp8") -> Tensor:

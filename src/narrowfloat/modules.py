@@ -17,7 +17,7 @@ class Linear(nn.Linear):
     """nn.Linear whose three products run in the formats of `recipe`.
 
     Same constructor otherwise, same parameters, same state_dict both ways. The weight stays in
-    its own dtype and is quantized at each forward (once, inside reuse_weights(), by FP8 recipes).
+    its own dtype and is quantized at each forward (once, inside reuse_weights(), by a Recipe).
     """
 
     recipe: AnyRecipe = recipes.RECIPES["fp8"]

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from . import formats, ops, recipe, support
-from .formats import GROUP, MXFP4, BlockFormat, Format, padded, padded32
+from .formats import GROUP, MXFP4, BlockFormat, Format, Scaling, padded, padded32
 from .numerics_fp4 import e4m3, grid
 from .reference import as_rows, check_quantizable
+from .reference_block import Operand, taken, values
 from .reference_fp4 import unpack, untile
-from .settings import FP4Quantize, Orientation
+from .settings import BlockOrientation, BlockQuantize, FP4Quantize, Orientation
 
 EXPONENT = 23  # where it starts in the bits of an fp32
 
@@ -61,6 +62,32 @@ class FP4Tensor(NamedTuple):
         return real.to(dtype or self.dtype).view(*self.data.shape[:-1], self.width)
 
 
+class BlockTensor(NamedTuple):
+    """A tensor [..., K] in FP8 with scales finer than a tensor's: real = data * scale.
+
+    data: E4M3 codes in torch's dtype, the shape of the original. scales: of "fp8_row" fp32
+    [..., 1]; of "fp8_block" and "fp8_block_pow2" fp32 [..., ceil(K / 128)], with two_d
+    [ceil(M / 128), ceil(K / 128)] of the original as [M, K]; of "mxfp8" float8_e8m0fnu
+    [..., ceil(K / 32)]. format: its name; dtype: what the original had; two_d: blocks of 128 x 128.
+    """
+
+    data: Tensor
+    scales: Tensor
+    format: str
+    dtype: torch.dtype
+    two_d: bool = False
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values, of the original's shape, multiplied in fp32 and rounded once to `dtype`
+        (default: the original's)."""
+        scaling = formats.SCALED_FORMATS[self.format]
+        codes, scales = as_rows(self.data), as_rows(self.scales)
+        if scaling is formats.MX:
+            scales = scales.view(torch.uint8)
+        real = values(Operand(codes, scales), scaling, self.two_d)
+        return real.to(dtype or self.dtype).view(self.data.shape)
+
+
 @overload
 def quantize(x: Tensor, format: Literal["e4m3", "e5m2"] = "e4m3") -> QuantizedTensor: ...
 @overload
@@ -75,12 +102,19 @@ def quantize(
 @overload
 def quantize(
     x: Tensor,
+    format: Literal["fp8_row", "fp8_block", "fp8_block_pow2", "mxfp8"],
+    *,
+    two_d: bool = False,
+) -> BlockTensor: ...
+@overload
+def quantize(
+    x: Tensor,
     format: str,
     *,
     two_d: bool = False,
     four_over_six: bool = False,
     stochastic: bool = False,
-) -> QuantizedTensor | FP4Tensor: ...
+) -> QuantizedTensor | FP4Tensor | BlockTensor: ...
 def quantize(
     x: Tensor,
     format: str = "e4m3",
@@ -88,7 +122,7 @@ def quantize(
     two_d: bool = False,
     four_over_six: bool = False,
     stochastic: bool = False,
-) -> QuantizedTensor | FP4Tensor:
+) -> QuantizedTensor | FP4Tensor | BlockTensor:
     """Quantize x (fp32, bf16 or fp16, any shape).
 
     "e4m3" and "e5m2" have one scale, amax / max, for the whole tensor. They round to nearest even
@@ -101,6 +135,11 @@ def quantize(
     4, whichever has the smaller squared error; a tie is 6. stochastic: up or down by chance, with
     torch's generator, so that the mean is kept; each call draws anew.
 
+    "fp8_row", "fp8_block", "fp8_block_pow2" and "mxfp8" are E4M3 with a scale for each row, 128,
+    128 or 32 elements of the last dimension, fp32 or, of the latter two, powers of two, rounded up.
+    NaN or Inf makes the scale of its row or block non-finite. two_d (fp8_block, fp8_block_pow2):
+    blocks of 128 x 128.
+
     The result carries no gradient. `data` is a view whose rows start on 16-byte boundaries, so the
     last dimension's stride is 1 but it need not be contiguous.
     """
@@ -109,7 +148,16 @@ def quantize(
     if block_format is not None:
         how = Orientation(True, stochastic=stochastic, four_over_six=four_over_six)
         return _quantize_fp4(x.detach(), block_format, how, two_d)
-    fmt = formats.get(format, also=formats.BLOCK_FORMATS)
+    scaling = formats.SCALED_FORMATS.get(format) if isinstance(format, str) else None
+    if scaling is not None:
+        if four_over_six or stochastic or (two_d and not scaling.square):
+            raise ValueError(
+                f"quantize: expected four_over_six, stochastic and, but for fp8_block and "
+                f"fp8_block_pow2, two_d to be False for {format}, got {four_over_six}, "
+                f"{stochastic}, {two_d}"
+            )
+        return _quantize_block(x.detach(), scaling, two_d)
+    fmt = formats.get(format, also=[*formats.SCALED_FORMATS, *formats.BLOCK_FORMATS])
     if two_d or four_over_six or stochastic:
         raise ValueError(
             f"quantize: expected two_d, four_over_six and stochastic to be False for {format}, got "
@@ -123,6 +171,21 @@ def _quantize_fp8(x: Tensor, fmt: Format) -> QuantizedTensor:
     rows, _, scale = ops.quantize_op(x, fmt.code, True, False)
     data = _view(rows, x.shape[:-1], x.shape[-1], padded(x.shape[-1]))
     return QuantizedTensor(data, scale[0], fmt.name, x.dtype)
+
+
+def _quantize_block(x: Tensor, scaling: Scaling, two_d: bool) -> BlockTensor:
+    support.require(recipe.FP8, x.device)  # each chip quantizes, whatever it multiplies
+    how = BlockOrientation(scaling.code, square=two_d)
+    rows, scales, _, _ = ops.block_quantize_op(x, BlockQuantize(how).pack())
+    leading, k = x.shape[:-1], x.shape[-1]
+    data = _view(rows, leading, k, rows.shape[1])
+    operand = taken(rows, scales, as_rows(x).shape[0], k, scaling, two_d)
+    scales = operand.scales.contiguous()
+    if scaling is formats.MX:
+        scales = scales.view(torch.float8_e8m0fnu)
+    if not two_d:
+        scales = scales.view(*leading, scales.shape[1])
+    return BlockTensor(data, scales, scaling.format, x.dtype, two_d)
 
 
 def _quantize_fp4(x: Tensor, fmt: BlockFormat, how: Orientation, two_d: bool) -> FP4Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from . import formats
-from .settings import Backward, Forward, FP4Layer
+from .settings import Backward, BlockLayer, Forward, FP4Layer
 
 ACCUMULATE = ("fast", "exact")
 
@@ -148,13 +148,90 @@ class FP4Recipe:
         return self.name
 
 
-AnyRecipe = Recipe | FP4Recipe
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+
+
+@dataclass(frozen=True)
+class BlockRecipe:
+    """How a linear layer y = x w^T is computed in FP8 with scales finer than a tensor's.
+
+    fprop, dgrad, wgrad: how both operands of the product are scaled, each along its contraction:
+    "row", one fp32 scale a row; "block", fp32 for each 128 elements, of w for each 128 x 128 in
+    fprop and dgrad, which so see the same numbers (arXiv 2412.19437); "block_pow2", the same with
+    powers of two; "mx", a power of two for each 32 (mxfp8; arXiv 2506.08027), rounded up; or
+    "bf16": not quantized.
+
+    Elements are E4M3. dy: "e5m2" gives dy more range, where its products are scaled by row. fast:
+    the products whose sum the tensor cores may carry in fewer bits, where they are scaled by row;
+    see Recipe.
+    """
+
+    name: str = "fp8_block"
+    fprop: str = "block"
+    dgrad: str = "block"
+    wgrad: str = "block"
+    dy: str = "e4m3"
+    fast: tuple[str, ...] = ()
+
+    # what the operators are told, found once: a packed BlockLayer, without what is wanted
+    settings: int = field(init=False, repr=False, compare=False)
+    # how it scales, each way once, in the table's order; bf16 only where there is nothing else
+    scalings: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for product in PRODUCTS:
+            if getattr(self, product) not in formats.SCALINGS:
+                raise ValueError(
+                    f"BlockRecipe: expected {product} out of {sorted(formats.SCALINGS)}, got "
+                    f"{getattr(self, product)!r}"
+                )
+        if self.dy not in formats.FORMATS:
+            raise ValueError(
+                f"BlockRecipe: expected dy out of {sorted(formats.FORMATS)}, got {self.dy!r}"
+            )
+        of_dy = {self.dgrad, self.wgrad} - {"bf16"}
+        if self.dy == "e5m2" and of_dy != {"row"}:
+            raise ValueError(
+                f"BlockRecipe: expected dy='e4m3', got 'e5m2' with dgrad {self.dgrad!r} and wgrad "
+                f"{self.wgrad!r} (blocks have the range in their scales; e5m2 is for products "
+                "scaled by row)"
+            )
+        if not isinstance(self.fast, tuple) or not set(self.fast) <= set(PRODUCTS):
+            raise ValueError(
+                f"BlockRecipe: expected fast as a tuple of names out of {PRODUCTS}, got "
+                f"{self.fast!r}"
+            )
+        for product in self.fast:
+            if getattr(self, product) != "row":
+                raise ValueError(
+                    f"BlockRecipe: expected fast accumulation of products scaled by row, got "
+                    f"{product} in {getattr(self, product)!r} (cuBLASLt has none for it)"
+                )
+        used = {self.fprop, self.dgrad, self.wgrad} - {"bf16"} or {"bf16"}
+        object.__setattr__(self, "scalings", tuple(n for n in formats.SCALINGS if n in used))
+        fprop, dgrad, wgrad = (formats.SCALINGS[getattr(self, p)].code for p in PRODUCTS)
+        fast_fprop, fast_dgrad, fast_wgrad = (product in self.fast for product in PRODUCTS)
+        layer = BlockLayer(
+            fprop, dgrad, wgrad, self.dy == "e5m2", fast_fprop, fast_dgrad, fast_wgrad
+        )
+        object.__setattr__(self, "settings", layer.pack())
+
+    def __str__(self) -> str:
+        return self.name
+
+
+AnyRecipe = Recipe | FP4Recipe | BlockRecipe
 
 FP8, NVFP4 = Recipe(), FP4Recipe()
 RECIPES: dict[str, AnyRecipe] = {
     recipe.name: recipe
     for recipe in (
         FP8,
+        BlockRecipe("fp8_row", "row", "row", "row", "e5m2"),
+        BlockRecipe("fp8_block"),
+        BlockRecipe("fp8_block_bf16_wgrad", wgrad="bf16"),
+        BlockRecipe("fp8_block_pow2", "block_pow2", "block_pow2", "block_pow2"),
+        BlockRecipe("mxfp8", "mx", "mx", "mx"),
         NVFP4,
         FP4Recipe("mxfp4", "mxfp4"),
         FP4Recipe("nvfp4_four_over_six", four_over_six="both"),

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from . import _binary
+from . import _binary, formats
 from . import recipe as recipes
-from .recipe import AnyRecipe, FP4Recipe
+from .recipe import AnyRecipe, BlockRecipe, FP4Recipe
 
 
 class Support(NamedTuple):
@@ -24,60 +24,181 @@ class Support(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """One row of the support table."""
+    """Chips that run alike."""
 
     sm: str
     chips: str
     capabilities: tuple[tuple[int, int], ...]
-    has_fp4: bool  # tensor cores
-    ran_fp8: str  # on which hardware the code of a format was run
-    ran_fp4: str
-
-    def ran(self, fp4: bool) -> str:
-        return self.ran_fp4 if fp4 else self.ran_fp8
-
-    def native(self, fp4: bool) -> bool:
-        return self.has_fp4 or not fp4
 
 
-_NOT_RUN = "not run on hardware"
-ARCHITECTURES = (
-    Architecture("sm_89", "Ada (L4, L40S, GeForce RTX 40)", ((8, 9),), False, _NOT_RUN, _NOT_RUN),
-    Architecture(
-        "sm_90", "Hopper (H100, H200)", ((9, 0),), False, "run on an H200", "run on an H200"
-    ),
-    Architecture(
-        "sm_100, sm_103", "Blackwell (B200, B300)", ((10, 0), (10, 3)), True, _NOT_RUN, _NOT_RUN
-    ),
-    Architecture(
-        "sm_120, sm_121",
-        "Blackwell (GeForce RTX 50, RTX PRO, GB10)",
-        ((12, 0), (12, 1)),
-        True,
-        _NOT_RUN,
-        _NOT_RUN,
-    ),
+SM89 = Architecture("sm_89", "Ada (L4, L40S, GeForce RTX 40)", ((8, 9),))
+SM90 = Architecture("sm_90", "Hopper (H100, H200)", ((9, 0),))
+SM100 = Architecture("sm_100, sm_103", "Blackwell (B200, B300)", ((10, 0), (10, 3)))
+SM120 = Architecture(
+    "sm_120, sm_121", "Blackwell (GeForce RTX 50, RTX PRO, GB10)", ((12, 0), (12, 1))
 )
+ARCHITECTURES = (SM89, SM90, SM100, SM120)
+
+
+class Route(NamedTuple):
+    """How an architecture computes the products of a kind, from a version of cuBLASLt on."""
+
+    name: str  # as csrc calls it: "native", "epilogue", "bf16", "" where there is none
+    on: str  # what computes them; why nothing does
+    note: str = ""  # what else is to be said of it; what the chips have none of
+    since: int = 0
+
+    @property
+    def how(self) -> str:
+        named = {"native": "native", "epilogue": "native", "bf16": "emulation", "": "no"}
+        return named[self.name]
+
+    @property
+    def cell(self) -> str:
+        """In the table."""
+        how = "exact emulation" if self.how == "emulation" else self.how
+        note = f", {self.note}" if self.note and self.how == "native" else ""
+        return f"{how} ({self.on}{note})"
+
+
+_FP8, _FP4, _BF16 = "FP8 tensor cores", "FP4 tensor cores", "bf16 tensor cores"
+_NO_BLOCKS = "fp32 scales a block are cuBLASLt's on sm_90 alone; fp8_block_pow2 runs"
+_UNIT = Route("epilogue", _FP8, "unit scales, then a pass that scales")
+_NOTHING_FINER = "tensor cores that scale blocks"
+
+
+def _from(since: int, route: Route, older: Route) -> tuple[Route, Route]:
+    """A route that cuBLASLt has from a version on, and the one before."""
+    return route._replace(since=since), older
+
+
+# The support table: kind of product -> architecture -> its routes, that of the newest library
+# first. Kinds are how both operands are scaled: "fp8" by tensor, "fp4", formats.SCALINGS. csrc
+# decides at a launch, and says what by _C.block_route and _C.has_fp4; tests hold both together.
+TABLE: dict[str, dict[Architecture, tuple[Route, ...]]] = {
+    "fp8": dict.fromkeys(ARCHITECTURES, (Route("native", _FP8),)),
+    "bf16": dict.fromkeys(ARCHITECTURES, (Route("native", _BF16),)),
+    "row": {
+        SM89: (_UNIT,),
+        SM90: _from(120900, Route("native", _FP8), _UNIT),
+        SM100: (_UNIT,),
+        SM120: (_UNIT,),
+    },
+    "block": {
+        SM89: (Route("", _NO_BLOCKS),),
+        SM90: _from(
+            120900,
+            Route("native", _FP8),
+            Route("", "fp32 scales a block take cuBLASLt 12.9; fp8_block_pow2 runs"),
+        ),
+        SM100: (Route("", _NO_BLOCKS),),
+        SM120: (Route("", _NO_BLOCKS),),
+    },
+    "block_pow2": {
+        SM89: (Route("bf16", _BF16, _NOTHING_FINER),),
+        SM90: _from(
+            120900, Route("native", _FP8), Route("bf16", _BF16, "blocks before cuBLASLt 12.9")
+        ),
+        SM100: _from(
+            120800,
+            Route("native", _FP8, "as MXFP8"),
+            Route("bf16", _BF16, "MXFP8 before cuBLASLt 12.8"),
+        ),
+        SM120: _from(
+            120900,
+            Route("native", _FP8, "as MXFP8"),
+            Route("bf16", _BF16, "MXFP8 before cuBLASLt 12.9"),
+        ),
+    },
+    "mx": {
+        SM89: (Route("bf16", _BF16, _NOTHING_FINER),),
+        SM90: (Route("bf16", _BF16, _NOTHING_FINER),),
+        SM100: _from(
+            120800, Route("native", _FP8), Route("bf16", _BF16, "MXFP8 before cuBLASLt 12.8")
+        ),
+        SM120: _from(
+            120900, Route("native", _FP8), Route("bf16", _BF16, "MXFP8 before cuBLASLt 12.9")
+        ),
+    },
+    "fp4": {
+        SM89: (Route("bf16", _BF16, _FP4),),
+        SM90: (Route("bf16", _BF16, _FP4),),
+        SM100: _from(
+            120803, Route("native", _FP4), Route("bf16", _BF16, "FP4 before cuBLASLt 12.8.3")
+        ),
+        SM120: _from(
+            120804, Route("native", _FP4), Route("bf16", _BF16, "FP4 before cuBLASLt 12.8.4")
+        ),
+    },
+}
+
+# On which hardware the kinds were run.
+RAN: dict[Architecture, tuple[str, frozenset[str]]] = {
+    SM90: ("run on an H200", frozenset({"fp8", "fp4"})),
+}
+
+
+def kinds_of(recipe: AnyRecipe) -> tuple[str, ...]:
+    """The kinds of product that a recipe has, those of TABLE; bf16 only where it has no other."""
+    if isinstance(recipe, BlockRecipe):
+        return recipe.scalings
+    return ("fp4",) if isinstance(recipe, FP4Recipe) else ("fp8",)
+
+
+def ran(row: Architecture, kinds: tuple[str, ...]) -> str:
+    """Whether, and where, all these kinds were run on an architecture."""
+    where, what = RAN.get(row, ("", frozenset()))
+    return where if what.issuperset(kinds) else "not run on hardware"
+
+
+def route(kind: str, row: Architecture, cublaslt: int | None = None) -> Route:
+    """How an architecture computes the products of a kind with a version of cuBLASLt (130100 is
+    13.1.0), by default the newest."""
+    routes = TABLE[kind][row]
+    return next(r for r in routes if cublaslt is None or r.since <= cublaslt)
+
+
+def _found_route(kind: str, row: Architecture, capability: tuple[int, int]) -> Route:
+    """route() with the library that is loaded, as csrc decides it."""
+    if _binary.module is None or kind in ("fp8", "bf16"):
+        return route(kind, row)
+    cublaslt = _binary.module.cublaslt_version()
+    asked = getattr(_binary.module, "block_route", None)
+    if asked is None or kind not in formats.SCALINGS:
+        return route(kind, row, cublaslt)
+    name = asked(formats.SCALINGS[kind].code, capability[0] * 10 + capability[1], cublaslt)
+    same = (r for r in TABLE[kind][row] if r.name == name)
+    return next(same, Route(name, _BF16 if name == "bf16" else _FP8))
+
+
+def _worst(routes: list[Route]) -> str:
+    found = [r.how for r in routes]
+    return next((how for how in ("no", "emulation") if how in found), "native")
 
 
 class EmulationWarning(UserWarning):
     """A recipe gives its numbers on a device, but not its speed; once a device."""
 
 
+_REFERENCE = "reference (slow, the same quantized bytes)"
+
+
 def support_table() -> str:
     """The support table in Markdown, a line for each architecture and the recipes that run alike.
     README holds it as is."""
     rows = [("recipe", "architecture", "chips", "runs", "tested"), ("---",) * 5]
-    for fp4 in (False, True):
-        same = [n for n, r in recipes.RECIPES.items() if isinstance(r, FP4Recipe) == fp4]
-        name, native = ", ".join(same), f"native ({'FP4' if fp4 else 'FP8'} tensor cores)"
-        emulation = "exact emulation (bf16 tensor cores)"
-        rows += [
-            (name, a.sm, a.chips, native if a.native(fp4) else emulation, a.ran(fp4))
-            for a in ARCHITECTURES
-        ]
-        rows.append((name, "other GPUs", "", "no", ""))
-        rows.append((name, "CPU", "", "reference (slow, the same quantized bytes)", "run"))
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, recipe in recipes.RECIPES.items():
+        alike.setdefault(kinds_of(recipe), []).append(name)
+    for kinds, names in alike.items():
+        for row in ARCHITECTURES:
+            routes = [route(kind, row) for kind in kinds]
+            worst = _worst(routes)
+            cells = dict.fromkeys(r.cell for r in routes if r.how == worst)
+            tested = "" if worst == "no" else ran(row, kinds)
+            rows.append((", ".join(names), row.sm, row.chips, "; ".join(cells), tested))
+        rows.append((", ".join(names), "other GPUs", "", "no", ""))
+        rows.append((", ".join(names), "CPU", "", _REFERENCE, "run"))
     return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
 
 
@@ -150,29 +271,56 @@ def supported(
             f"the binary has code for {_binary.module.archs()}, not for sm_{capability[0]}"
             f"{capability[1]} of cuda:{index} (build it without NARROWFLOAT_CUDA_ARCHS)",
         )
-    fp4 = isinstance(recipe, FP4Recipe)
-    ran = row.ran(fp4)
-    if not row.native(fp4):
+    kinds = kinds_of(recipe)
+    routes = [_found_route(kind, row, capability) for kind in kinds]
+    how = _worst(routes)
+    decisive = [r for r in routes if r.how == how]
+    if how == "no":
+        sm = f"sm_{capability[0]}{capability[1]}"
         return Support(
-            True,
-            "emulation",
-            f"{row.chips} has no FP4 tensor cores: the same numbers through its bf16 ones; {ran}",
+            False,
+            "no",
+            f"recipe {recipe} does not run on {sm}, which cuda:{index} is: {decisive[0].on}",
         )
-    kind = "FP4" if fp4 else "FP8"
-    return Support(True, "native", f"{kind} tensor cores of {row.chips} through cuBLASLt; {ran}")
+    if how == "emulation":
+        lacks = " and ".join(dict.fromkeys(r.note or "products of this kind" for r in decisive))
+        reason = f"{row.chips} has no {lacks}: the same numbers through its bf16 ones"
+    else:
+        on = " and ".join(dict.fromkeys(r.on for r in decisive))
+        notes = "".join(dict.fromkeys(f", {r.note}" for r in decisive if r.note))
+        reason = f"{on} of {row.chips} through cuBLASLt{notes}"
+    return Support(True, how, f"{reason}; {ran(row, kinds)}")
 
 
-# Devices that were found to run FP8, and FP4; asked at every call. All recipes of either need the
-# same of a device.
-ready: set[torch.device] = {torch.device("cpu"), torch.device("meta")}
-ready_fp4: set[torch.device] = {torch.device("cpu"), torch.device("meta")}
+def never(recipe: str | AnyRecipe, capability: tuple[int, int]) -> bool:
+    """Whether the table says that no version of cuBLASLt runs a recipe on chips of a capability
+    that run others."""
+    row = _architecture(capability)
+    return row is not None and any(
+        route(kind, row).how == "no" for kind in kinds_of(recipes.get(recipe))
+    )
+
+
+# Devices that were found to run FP8, FP4, and a BlockRecipe's scalings; asked at every call. All
+# recipes of one kind need the same of a device.
+_ALWAYS = (torch.device("cpu"), torch.device("meta"))
+ready: set[torch.device] = set(_ALWAYS)
+ready_fp4: set[torch.device] = set(_ALWAYS)
+ready_block: dict[tuple[str, ...], set[torch.device]] = {}
+_NONE_YET = set(_ALWAYS)
+
+
+def ready_for(recipe: AnyRecipe) -> set[torch.device]:
+    """The devices that were found to run recipes of this one's kind."""
+    if isinstance(recipe, BlockRecipe):
+        return ready_block.get(recipe.scalings, _NONE_YET)
+    return ready_fp4 if isinstance(recipe, FP4Recipe) else ready
 
 
 def require(recipe: AnyRecipe, device: torch.device) -> None:
     """NotImplementedError with the reason where `recipe` does not run on `device`; a warning, the
-    first time, where it is emulated there."""
-    known = ready_fp4 if isinstance(recipe, FP4Recipe) else ready
-    if device in known or torch.compiler.is_compiling():
+    first time for its kind, where it is emulated there."""
+    if device in ready_for(recipe) or torch.compiler.is_compiling():
         return
     answer = supported(recipe, device)
     if not answer:
@@ -180,7 +328,10 @@ def require(recipe: AnyRecipe, device: torch.device) -> None:
             f"narrowfloat: expected a device that runs recipe {recipe}, got {device}: "
             f"{answer.reason}"
         )
-    known.add(device)
+    if isinstance(recipe, BlockRecipe):
+        ready_block.setdefault(recipe.scalings, set(_ALWAYS)).add(device)
+    else:
+        ready_for(recipe).add(device)
     if answer.how == "emulation":
         warnings.warn(
             f"narrowfloat: recipe {recipe} on {device}: {answer.reason}",
