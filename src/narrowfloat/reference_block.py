@@ -120,7 +120,7 @@ def values(operand: Operand, scaling: Scaling, square: bool = False) -> Tensor:
 
 def _filled(t: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
     rows, cols = t.shape
-    return pad(t, (0, shape[1] - cols, 0, shape[0] - rows), value=value)
+    return pad(t, (0, shape[1] - cols, 0, shape[0] - rows), value=value).contiguous()
 
 
 def lay_out(operand: Operand, scaling: Scaling, square: bool = False) -> tuple[Tensor, Tensor]:
