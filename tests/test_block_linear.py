@@ -1,0 +1,412 @@
+"""Decides that layers with scales finer than a tensor's, their two operators and what they save are
+right."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from conftest import assert_close_as, assert_same_bits, relative_error
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import narrowfloat as nf
+from narrowfloat import formats, ops, reference_block
+from narrowfloat.settings import BlockLayer, BlockOrientation, BlockQuantize
+
+RECIPES = sorted(name for name, r in nf.RECIPES.items() if isinstance(r, nf.BlockRecipe))
+MIXED = [
+    nf.BlockRecipe("forward alone", "block", "bf16", "bf16"),
+    nf.BlockRecipe("row and blocks", "row", "block", "row"),
+    nf.BlockRecipe("bf16 forward", "bf16", "row", "mx"),
+    nf.BlockRecipe("e5m2 and bf16", "mx", "row", "bf16", "e5m2"),
+    nf.BlockRecipe("powers", "block_pow2", "mx", "block_pow2"),
+    nf.BlockRecipe("rows of e4m3", "row", "row", "block"),
+    nf.BlockRecipe("nothing", "bf16", "bf16", "bf16"),
+    nf.BlockRecipe("fast", "row", "row", "row", "e5m2", ("fprop",)),
+]
+EVERY = [nf.RECIPES[name] for name in RECIPES] + MIXED
+SHAPES = [(1, 16, 16), (33, 100, 72), (64, 767, 2), (200, 520, 136)]
+NEEDS = [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
+every = pytest.mark.parametrize("recipe", EVERY, ids=str)
+named = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def tensors(m: int, k: int, n: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    x = torch.randn(m, k, device=device).to(dtype)
+    w = (torch.randn(n, k, device=device) * 0.05).to(dtype)
+    bias = torch.randn(n, device=device).to(dtype)
+    dy = (torch.randn(m, n, device=device) * 1e-3).to(dtype)
+    return x, w, bias, dy
+
+
+def skip_where_it_does_not_run(recipe: str | nf.BlockRecipe, device: str) -> None:
+    if not (answer := nf.supported(recipe, device)):
+        pytest.skip(answer.reason)
+
+
+def kind_of(recipe: nf.BlockRecipe, product: str) -> str:
+    by_row_of_dy = recipe.dy == "e5m2" and getattr(recipe, product) == "row"
+    return "e5m2" if by_row_of_dy and product != "fprop" else "e4m3"
+
+
+# ---- the operators ----
+
+
+@every
+@pytest.mark.parametrize("m, k, n", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_operators_equal_reference(
+    device: str, m: int, k: int, n: int, dtype: torch.dtype, recipe: nf.BlockRecipe
+) -> None:
+    """Saved bytes and scales bit for bit, products within the rounding of their output."""
+    skip_where_it_does_not_run(recipe, device)
+    x, w, bias, dy = tensors(m, k, n, dtype, device)
+    if recipe.wgrad != "bf16":  # both layouts somewhere
+        x, w, dy = (t.t().contiguous().t() for t in (x, w, dy))
+    layer = BlockLayer.unpack(recipe.settings)
+    settings = layer._replace(wanted=True, keep_w=True).pack()
+    got = ops.block_linear_forward(x, w, bias, settings)
+    want = reference_block.block_linear_forward(*(t.cpu() for t in (x, w, bias)), settings)
+    exact = 2e-4 if device == "cuda" else 4e-6  # see test_scaled_mm.test_product
+    rounding = {torch.bfloat16: 2.0**-8, torch.float32: exact}[dtype]
+    if recipe.fast and device == "cuda":
+        rounding = max(rounding, 2e-3)
+    assert relative_error(got[0].cpu(), want[0]) <= rounding
+    for a, b, what in zip(got[1:], want[1:], ("columns", "their scales", "w's"), strict=True):
+        assert_same_bits(a, b, what)
+    unsaved = ops.block_linear_forward(x, w, bias, layer.pack())
+    assert_same_bits(unsaved[0], got[0])
+    assert all(t.numel() == 0 for t in unsaved[1:])
+    saved = (x, None) if recipe.wgrad == "bf16" else got[1:3]
+    saved_ref = (x.cpu(), None) if recipe.wgrad == "bf16" else want[1:3]
+    kept = (got[3], want[3]) if want[3].numel() else (None, None)
+    for need_dx, need_dw, need_db in NEEDS:
+        settings = layer._replace(
+            wanted=need_dx,
+            dw_dtype=dtype if need_dw else None,
+            db_dtype=dtype if need_db else None,
+        ).pack()
+        grads = ops.block_linear_backward(dy, *saved, w, kept[0], k, settings)
+        refs = reference_block.block_linear_backward(
+            dy.cpu(), *saved_ref, w.cpu(), kept[1], k, settings
+        )
+        again = ops.block_linear_backward(dy, *saved, w, None, k, settings)  # w measured anew
+        for g, a, r, needed, what in zip(
+            grads, again, refs, (need_dx, need_dw, need_db), ("dx", "dw", "db"), strict=True
+        ):
+            if not needed:
+                assert g.numel() == 0, what
+                continue
+            assert g.shape == r.shape and g.dtype == dtype and g.is_contiguous(), what
+            assert relative_error(g.cpu(), r) <= rounding, what
+            assert relative_error(a, g) <= rounding, what
+
+
+@every
+def test_the_layer_is_what_its_operands_say(device: str, recipe: nf.BlockRecipe) -> None:
+    """y, dx and dw are products of what quantize's operator makes: the right operand, orientation
+    and block in each place."""
+    skip_where_it_does_not_run(recipe, device)
+    x, w, bias, dy = tensors(48, 264, 144, torch.float32, device)
+    leaf_x, leaf_w, leaf_b = (t.clone().requires_grad_() for t in (x, w, bias))
+    y = nf.linear(leaf_x, leaf_w, leaf_b, recipe)
+    y.backward(dy)
+
+    def operand(t: Tensor, how: str, e5m2: bool = False, square: bool = False) -> Tensor:
+        if how == "bf16":
+            return t.bfloat16().double()
+        scaling = formats.SCALINGS[how]
+        square = square and scaling.square
+        e5m2 = e5m2 and how == "row"
+        choices = BlockQuantize(BlockOrientation(scaling.code, e5m2=e5m2, square=square))
+        codes, scales, _, _ = ops.block_quantize_op(t, choices.pack())
+        taken = reference_block.taken(codes, scales, *t.shape, scaling, square)
+        return reference_block.values(taken, scaling, square).double()
+
+    e5m2 = recipe.dy == "e5m2"
+    fprop, dgrad, wgrad = recipe.fprop, recipe.dgrad, recipe.wgrad
+    want_y = operand(x, fprop) @ operand(w, fprop, square=True).t() + bias
+    want_dx = operand(dy, dgrad, e5m2) @ operand(w.t(), dgrad, square=True).t()
+    want_dw = operand(dy.t(), wgrad, e5m2) @ operand(x.t(), wgrad).t()
+    exact = 2e-4 if device == "cpu" or not recipe.fast else 2e-3
+    for got, want in ((y, want_y), (leaf_x.grad, want_dx), (leaf_w.grad, want_dw)):
+        assert relative_error(got, want) < exact
+    assert relative_error(leaf_b.grad, dy.sum(0)) < 1e-5
+
+
+def test_errors_of_the_operators(device: str) -> None:
+    x, w = torch.ones(4, 8, device=device), torch.ones(6, 8, device=device)
+    dy = torch.ones(4, 6, device=device)
+    whole = BlockLayer(2, 2, 2, wanted=True, dw_dtype=torch.float32)
+    saved = ops.block_linear_forward(x, w, None, whole.pack())[1:3]
+    for args, text in (
+        ((dy, *saved, None, None), "expected w for"),
+        ((dy, None, None, w, None), "expected x for"),
+        ((dy, saved[0], None, w, None), "expected x_columns_scales for"),
+        ((dy, *saved, w.t(), None), r"expected w \(6, 8\)"),
+    ):
+        with pytest.raises(ValueError, match=f"linear_backward: {text}"):
+            ops.block_linear_backward(*args, 8, whole.pack())
+
+
+# ---- the layer ----
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_layer_against_nn_linear(device: str, dtype: torch.dtype, recipe: nf.BlockRecipe) -> None:
+    skip_where_it_does_not_run(recipe, device)
+    ours = nf.Linear(192, 160, device=device, dtype=dtype, recipe=recipe)
+    theirs = nn.Linear(192, 160, device=device, dtype=dtype)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(4, 60, 192, device=device).to(dtype)
+    g = torch.randn(4, 60, 160, device=device).to(dtype)
+    results = []
+    for layer in (ours, theirs):
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        y.backward(g)
+        results.append((y, leaf.grad, layer.weight.grad))
+    for a, b, product in zip(*results, ("fprop", "dgrad", "wgrad"), strict=True):
+        assert a.dtype == b.dtype == dtype and a.is_contiguous()
+        assert_close_as(a, b, kind_of(recipe, product))
+        if getattr(recipe, product) == "bf16":
+            assert relative_error(a, b) < 6e-3
+    assert relative_error(ours.bias.grad, theirs.bias.grad) < 5e-3
+
+
+def storage(t: Tensor) -> int:
+    return t.numel() * t.element_size()
+
+
+@named
+def test_what_is_saved(device: str, recipe: str) -> None:
+    """x's columns, 1.03 byte an element, or x itself for bf16; w itself; nothing for what nobody
+    needs."""
+    skip_where_it_does_not_run(recipe, device)
+    layer = nf.Linear(256, 128, device=device, dtype=torch.bfloat16, recipe=recipe)
+    x = torch.randn(512, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    in_bf16 = nf.RECIPES[recipe].wgrad == "bf16"
+
+    def saved(*frozen: Tensor) -> list[Tensor]:
+        found: list[Tensor] = []
+        for t in (x, layer.weight, layer.bias):
+            t.requires_grad_(not any(t is f for f in frozen))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+            layer(x)
+        return found
+
+    everything = saved()
+    weight, data = layer.weight.data_ptr(), x.data_ptr()
+    assert any(t.data_ptr() == weight for t in everything)
+    own = [t for t in everything if t.data_ptr() not in (weight, data)]
+    assert any(t.data_ptr() == data for t in everything) == in_bf16
+    assert sum(map(storage, own)) <= (4 * 256 if in_bf16 else 1.04 * x.numel())
+    only_w = saved(layer.weight)
+    assert sum(storage(t) for t in only_w if t.data_ptr() != weight) <= 4 * 256
+    assert all(t.data_ptr() != weight for t in saved(x))
+    assert saved(x, layer.weight) == []
+
+
+@named
+def test_nothing_lives_on(device: str, recipe: str) -> None:
+    """After the backward nothing of a call is held, without the garbage collector."""
+    skip_where_it_does_not_run(recipe, device)
+    layer = nf.Linear(64, 48, device=device, recipe=recipe)
+    refs: list[weakref.ref[Tensor]] = []
+
+    def note(t: Tensor) -> Tensor:
+        if t is not layer.weight and t.data_ptr() != layer.weight.data_ptr():
+            refs.append(weakref.ref(t))
+        return t
+
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.randn(32, 64, device=device, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            y = layer(x)
+        y.sum().backward()
+        del x, y
+        assert refs and all(ref() is None for ref in refs)
+    finally:
+        gc.enable()
+
+
+def test_recipe_fields_reach_the_operators(device: str) -> None:
+    x, w, _, dy = tensors(64, 136, 96, torch.float32, device)
+    x = x * torch.logspace(-3, 0, 136, device=device)  # scalings differ
+    dy = dy * torch.logspace(-3, 0, 64, device=device)[:, None]
+
+    def run(recipe: nf.BlockRecipe) -> list[Tensor]:
+        leaf_x, leaf_w = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = nf.linear(leaf_x, leaf_w, None, recipe)
+        y.backward(dy)
+        return [y.detach(), leaf_x.grad, leaf_w.grad]
+
+    row = nf.BlockRecipe("base", "row", "row", "row")
+    base = run(row)
+    for scaling in ("bf16", "block_pow2", "mx"):
+        for at, product in enumerate(("fprop", "dgrad", "wgrad")):
+            made = {"fprop": "row", "dgrad": "row", "wgrad": "row", product: scaling}
+            got = run(nf.BlockRecipe("other", **made))
+            differs = [not torch.equal(a, b) for a, b in zip(base, got, strict=True)]
+            assert differs == [i == at for i in range(3)], (scaling, product)
+    got = run(nf.BlockRecipe("other", "row", "row", "row", "e5m2"))
+    assert [not torch.equal(a, b) for a, b in zip(base, got, strict=True)] == [False, True, True]
+
+
+@named
+def test_matmul(device: str, recipe: str) -> None:
+    skip_where_it_does_not_run(recipe, device)
+    for a_shape, (k, n) in (((5, 48), (48, 33)), ((2, 30, 48), (48, 64)), ((480,), (480, 160))):
+        a = torch.randn(a_shape, device=device, requires_grad=True)
+        b = torch.randn(k, n, device=device, requires_grad=True)
+        d = nf.matmul(a, b, recipe)
+        assert_close_as(d, torch.matmul(a.detach(), b.detach()), "e5m2")
+        g = torch.randn_like(d)
+        da, db = torch.autograd.grad(d, (a, b), g)
+        assert da.shape == a.shape and db.shape == b.shape
+        assert relative_error(da, torch.autograd.grad(torch.matmul(a, b), a, g)[0]) < 0.09
+        assert relative_error(db, torch.autograd.grad(torch.matmul(a, b), b, g)[0]) < 0.09
+
+
+@named
+def test_autocast(device: str, recipe: str) -> None:
+    skip_where_it_does_not_run(recipe, device)
+    layer = nf.Linear(64, 32, device=device, recipe=recipe)
+    x = torch.randn(16, 64, device=device, requires_grad=True)
+    for low in (torch.bfloat16, torch.float16):
+        with torch.autocast(device, dtype=low):
+            y = layer(x)
+        layer.zero_grad()
+        y.float().sum().backward()
+        assert y.dtype == low and x.grad.dtype == layer.weight.grad.dtype == torch.float32
+        inside = nf.linear(x.detach().to(low), layer.weight, layer.bias, recipe)
+        assert_same_bits(y, inside)
+
+
+@named
+def test_checkpoint_compile_and_modes_give_the_same_bits(device: str, recipe: str) -> None:
+    skip_where_it_does_not_run(recipe, device)
+    layer = nf.Linear(72, 48, device=device, recipe=recipe)
+    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
+    x = torch.randn(33, 72, device=device)
+    g = torch.randn(33, 48, device=device)
+    ways = {
+        "eager": layer,
+        "reentrant": lambda t: checkpoint(layer, t, use_reentrant=True),
+        "not reentrant": lambda t: checkpoint(layer, t, use_reentrant=False),
+        "compiled": compiled,
+    }
+    results = []
+    for call in ways.values():
+        leaf = x.clone().requires_grad_()
+        made = compiled if call is compiled else layer
+        made.zero_grad()
+        y = call(leaf)
+        y.backward(g)
+        results.append((y, leaf.grad, made.weight.grad.clone(), made.bias.grad.clone()))
+    for what, other in zip(ways, results, strict=True):
+        for a, b in zip(results[0], other, strict=True):
+            assert_same_bits(a, b, what)
+    with torch.no_grad():
+        assert_same_bits(layer(x), results[0][0])
+    with torch.inference_mode():
+        assert_same_bits(layer(x), results[0][0])
+
+
+@named
+def test_copies_and_states(device: str, recipe: str) -> None:
+    skip_where_it_does_not_run(recipe, device)
+    layer = nf.Linear(32, 48, device=device, recipe=recipe)
+    plain = nn.Linear(32, 48, device=device)
+    plain.load_state_dict(layer.state_dict(), strict=True)
+    layer.load_state_dict(plain.state_dict(), strict=True)
+    x = torch.randn(5, 32, device=device)
+    assert layer.extra_repr().endswith(f"recipe={recipe}")
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(twin) is nf.Linear and twin.recipe == layer.recipe
+        assert_same_bits(twin(x), layer(x))
+
+
+def test_convert(device: str) -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32, device=device) for _ in range(8)))
+    report = nf.convert(model, "mxfp8")
+    assert report.converted == [str(i) for i in range(7)]  # the head alone is left
+    assert all(type(layer) is nf.Linear for layer in model[:7])
+    assert model[0].recipe is nf.RECIPES["mxfp8"] and "mxfp8" in str(report)
+    with pytest.raises(ValueError, match="an FP4 recipe with inference=True, got fp8_block"):
+        nf.convert(nn.Sequential(nn.Linear(8, 8)), "fp8_block", inference=True)
+
+
+@named
+def test_reused_weights_are_quantized_anew(device: str, recipe: str) -> None:
+    """reuse_weights holds nothing of such a layer and changes nothing, beside an FP8 one too."""
+    skip_where_it_does_not_run(recipe, device)
+    model = nn.Sequential(
+        nf.Linear(32, 32, device=device, recipe=recipe), nf.FP8Linear(32, 32, device=device)
+    )
+    x = torch.randn(8, 32, device=device)
+    with torch.no_grad():
+        want = model(x)
+        with nf.reuse_weights(model):
+            assert_same_bits(model(x), want)
+            cache = model[0].weight_cache
+            assert cache is not None and len(cache._held) == 1
+            model[0].weight.mul_(2)
+            changed = model(x)
+        assert_same_bits(changed, model(x))
+
+
+@named
+def test_double_backward_is_refused(device: str, recipe: str) -> None:
+    skip_where_it_does_not_run(recipe, device)
+    x = torch.randn(4, 16, device=device, requires_grad=True)
+    w = torch.randn(16, 16, device=device, requires_grad=True)
+    y = nf.BlockLinearFunction.apply(x, w, None, nf.RECIPES[recipe])
+    assert_same_bits(y, nf.linear(x, w, None, recipe))
+    with pytest.raises(RuntimeError, match="differentiated once.*double backward"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_errors(device: str) -> None:
+    x = torch.ones(4, 8, device=device)
+    w = torch.ones(6, 8, device=device)
+    for args, error, text in (
+        ((x, torch.ones(6, 7, device=device)), ValueError, "with one K, got"),
+        ((x, torch.ones(8, device=device)), ValueError, "1 dimensions|expected w"),
+        ((x, w, torch.ones(5, device=device)), ValueError, r"expected bias \[6\]"),
+        ((x.double(), w), TypeError, "float64"),
+        ((x, w.long()), TypeError, "int64"),
+        ((x, w.to("meta")), ValueError, "expected w on"),
+    ):
+        with pytest.raises(error, match=text):
+            nf.linear(*args, recipe="fp8_row")
+
+
+@named
+def test_training_follows_bf16(device: str, recipe: str) -> None:
+    """A small regression ends where nn.Linear's does."""
+    skip_where_it_does_not_run(recipe, device)
+    target = torch.randn(64, 64, device=device) * 0.2
+    losses = []
+    for made in ("plain", recipe):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(device)
+        if made != "plain":
+            nf.convert(model, made, head=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for _ in range(60):
+            x = torch.randn(128, 64, device=device)
+            loss = ((model(x) - x @ target) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[1] < losses[0] * 1.05 + 0.01
