@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "block_route.h"
 #include "check.h"
 #include "cublaslt.h"
 
@@ -50,6 +51,9 @@ PYBIND11_MODULE(_C, m) {
       "The oldest torch it runs on, a byte a part: 0x020a... is 2.10.");
   m.def("has_fp4", py::overload_cast<int, int64_t>(&narrowfloat::has_fp4), py::arg("capability"),
         py::arg("cublaslt"), "Products of FP4 on chips of a capability, 89 or 120, by a version.");
+  m.def("block_route", &narrowfloat::block_route_name, py::arg("scaling"), py::arg("capability"),
+        py::arg("cublaslt"),
+        "How products of a scaling run there: 'native', 'epilogue', 'bf16', '' where refused.");
   m.def("plan_cache", &plan_cache,
         "Products that found a cached plan (hits) or made one (misses).");
   m.def("take_error", &take_error,

@@ -1,10 +1,10 @@
 // Decides how a product reaches cuBLASLt: the row/column swap, a cached plan, one launch.
 //
 // cuBLASLt is column-major and takes FP8 as op(A) = A^T times B only (TN, the one layout that sm89,
-// sm90 and sm120 all have). Row-major d [M,N] = a [M,K] b [N,K]^T has the bytes of column-major
-// D [N,M] with leading dimension ldd. The bytes of b are column-major [K,N], those of a [K,M], so
-// D = b^T a: cuBLASLt's A is our b (m = N), its B is our a (n = M), and nothing is transposed. A
-// bias of length N runs along D's rows, as its BIAS epilogue wants.
+// sm90 and sm120 all have; bf16 may lie either way). Row-major d [M,N] = a [M,K] b [N,K]^T has the
+// bytes of column-major D [N,M] with leading dimension ldd. The bytes of b are column-major [K,N],
+// those of a [K,M], so D = b^T a: cuBLASLt's A is our b (m = N), its B is our a (n = M), and
+// nothing is transposed. A bias of length N runs along D's rows, as its BIAS epilogue wants.
 #include "cublaslt.h"
 
 #include <cublasLt.h>
@@ -121,15 +121,23 @@ struct KeyHash {
   }
 };
 
+ScaleMode mode_of(const Operand& o) {
+  return o.format == Element::e2m1 ? ScaleMode::vec16_ue4m3 : o.mode;
+}
+const char* scales_of(const Operand& o) {
+  constexpr const char* kNames[] = {"per tensor", "vec16_ue4m3", "vec32_ue8m0",
+                                    "per row",    "1x128",       "128x128"};
+  if (o.format == Element::bf16) return "none";
+  return o.format != Element::e2m1 && !o.scale ? "1" : kNames[static_cast<int>(mode_of(o))];
+}
+
 std::string describe(const Matmul& p) {
   return message("d [", p.a.rows, ", ", p.b.rows, "] = a [", p.a.rows, ", ", p.k, "] ",
                  name(p.a.format), " (ld ", p.a.ld, ", aligned ", alignment(p.a.q), ") x b [",
                  p.b.rows, ", ", p.k, "]^T ", name(p.b.format), " (ld ", p.b.ld, ", aligned ",
                  alignment(p.b.q), ") in ", name(p.d_type), " (ld ", p.ldd, ", aligned ",
-                 alignment(p.d), "), scales ",
-                 p.b.format == Element::e2m1   ? "vec16_ue4m3"
-                 : p.b.format == Element::bf16 ? "none"
-                                               : "per tensor",
+                 alignment(p.d), "), scales ", scales_of(p.a), " x ", scales_of(p.b),
+                 p.a.k_first ? ", a stored [k, rows]" : "",
                  p.b.k_first ? ", b stored [k, rows]" : "", p.alpha ? ", alpha on the device" : "",
                  ", ", p.fast ? "fast" : "exact", " accumulation", p.bias ? ", bias" : "",
                  p.accumulate ? ", beta 1" : "", "; cuBLASLt ", cublasLtGetVersion());
@@ -144,15 +152,17 @@ struct Plan {
   explicit Plan(const Matmul& p)
       : a(data_type(p.b.format), p.b.k_first ? p.b.rows : p.k, p.b.k_first ? p.k : p.b.rows,
           p.b.ld),
-        b(data_type(p.a.format), p.k, p.a.rows, p.a.ld),
+        b(data_type(p.a.format), p.a.k_first ? p.a.rows : p.k, p.a.k_first ? p.k : p.a.rows,
+          p.a.ld),
         d(data_type(p.d_type), p.b.rows, p.a.rows, p.ldd) {
     descriptor.set(CUBLASLT_MATMUL_DESC_TRANSA, p.b.k_first ? CUBLAS_OP_N : CUBLAS_OP_T);
+    descriptor.set(CUBLASLT_MATMUL_DESC_TRANSB, p.a.k_first ? CUBLAS_OP_T : CUBLAS_OP_N);
     if (p.b.format == Element::e4m3 || p.b.format == Element::e5m2) {
       descriptor.set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(p.fast));
     }
-    if (p.b.format == Element::e2m1) {
-      descriptor.set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3);
-      descriptor.set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3);
+    if (mode_of(p.b) != ScaleMode::tensor) {
+      descriptor.set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, static_cast<int32_t>(mode_of(p.b)));
+      descriptor.set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, static_cast<int32_t>(mode_of(p.a)));
     }
     if (p.alpha) {
       descriptor.set(CUBLASLT_MATMUL_DESC_POINTER_MODE,
@@ -247,7 +257,10 @@ class Context {
                   p.bias ? alignment(p.bias) : 0,
                   p.fast,
                   p.accumulate,
-                  p.b.k_first | (p.alpha != nullptr) << 1 | (p.c != nullptr) << 2};
+                  p.b.k_first | (p.alpha != nullptr) << 1 | (p.c != nullptr) << 2 |
+                      p.a.k_first << 3 | (p.b.scale != nullptr) << 4 |
+                      static_cast<int32_t>(mode_of(p.b)) << 8 |
+                      static_cast<int32_t>(mode_of(p.a)) << 12};
     const auto found = plans_.find(key);
     if (found != plans_.end()) {
       g_hits.fetch_add(1, std::memory_order_relaxed);

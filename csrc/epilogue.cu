@@ -12,12 +12,14 @@ constexpr int kEpilogueThreads = 256;
 template <typename Index>
 __global__ void __launch_bounds__(kEpilogueThreads)
     narrowfloat_finish_rows(const void* in, Real in_type, int64_t ld, void* out, Real type,
-                            Index elements, Index cols, const void* bias, Real bias_type) {
+                            Index elements, Index cols, const void* bias, Real bias_type,
+                            const float* row_scales, const float* column_scales) {
   const Index step = static_cast<Index>(gridDim.x) * kEpilogueThreads;
   for (Index i = static_cast<Index>(blockIdx.x) * kEpilogueThreads + threadIdx.x; i < elements;
        i += step) {
     const Index r = i / cols, c = i % cols;
     float v = in ? load_real(in, in_type, r * ld + c) : 0.f;
+    if (row_scales) v = v * row_scales[r] * column_scales[c];
     if (bias) v += load_real(bias, bias_type, c);
     store_real(out, type, i, v);
   }
@@ -49,17 +51,18 @@ int blocks_for(int64_t elements) {
 }  // namespace
 
 void finish_rows(const void* in, Real in_type, int64_t ld, void* out, Real type, int64_t rows,
-                 int64_t cols, const void* bias, Real bias_type, cudaStream_t stream) {
+                 int64_t cols, const void* bias, Real bias_type, cudaStream_t stream,
+                 const float* row_scales, const float* column_scales) {
   const int64_t elements = rows * cols;
   if (elements == 0) return;
   const int blocks = blocks_for(elements);
   if (elements < (int64_t{1} << 31)) {
     narrowfloat_finish_rows<uint32_t><<<blocks, kEpilogueThreads, 0, stream>>>(
         in, in_type, ld, out, type, static_cast<uint32_t>(elements), static_cast<uint32_t>(cols),
-        bias, bias_type);
+        bias, bias_type, row_scales, column_scales);
   } else {
     narrowfloat_finish_rows<int64_t><<<blocks, kEpilogueThreads, 0, stream>>>(
-        in, in_type, ld, out, type, elements, cols, bias, bias_type);
+        in, in_type, ld, out, type, elements, cols, bias, bias_type, row_scales, column_scales);
   }
   NF_CUDA(cudaGetLastError());
 }

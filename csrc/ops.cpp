@@ -383,4 +383,7 @@ STABLE_TORCH_LIBRARY_IMPL(narrowfloat, CUDA, m) {
   m.impl("fp4_quantize", TORCH_BOX(&narrowfloat::fp4_quantize_op));
   m.impl("fp4_linear_forward", TORCH_BOX(&narrowfloat::fp4_linear_forward));
   m.impl("fp4_linear_backward", TORCH_BOX(&narrowfloat::fp4_linear_backward));
+  m.impl("block_quantize", TORCH_BOX(&narrowfloat::block_quantize_op));
+  m.impl("block_linear_forward", TORCH_BOX(&narrowfloat::block_linear_forward));
+  m.impl("block_linear_backward", TORCH_BOX(&narrowfloat::block_linear_backward));
 }

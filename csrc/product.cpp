@@ -6,11 +6,13 @@
 namespace narrowfloat {
 
 Product::Product(int64_t m, int64_t n, int64_t k, Real d_type, bool fast, Scratch& scratch,
-                 Element element)
-    : m_(m), n_(n), k_(k), d_type_(d_type), out_type_(d_type), fast_(fast) {
+                 Element element, Around around)
+    : m_(m), n_(n), k_(k), d_type_(d_type), out_type_(d_type), fast_(fast), around_(around) {
   if (element == Element::bf16 && d_type == Real::f16) d_type_ = Real::f32;
+  if (around == Around::row_scales) d_type_ = Real::f32;
+  if (around == Around::exact_k) k_pad_ = 1;
   // cuBLASLt writes rows that start on 16 bytes: others go through the scratch
-  if (indirect()) d_first_ = scratch.add(m * padded(n) * size_of(d_type_));
+  if (indirect()) d_first_ = scratch.add(padded(m) * padded(n) * size_of(d_type_));
   if (element == Element::e2m1) {
     k_pad_ = 32;
     apart_ = true;  // with beta on the device cuBLASLt takes no c that is d
@@ -30,7 +32,7 @@ void Product::plan_bias(const void* bias, Real type, Scratch& scratch) {
 Matmul Product::problem(const Operand& a, const Operand& b, void* d, const void* bias) const {
   Matmul p{};
   p.a = a, p.b = b;
-  p.a.rows = m_;
+  p.a.rows = ragged_a() ? padded(m_) : m_;
   p.b.rows = ragged() ? padded(n_) : n_;
   p.k = (k_ + k_pad_ - 1) / k_pad_ * k_pad_;
   p.d = d;
@@ -66,7 +68,8 @@ void Product::run(const Operand& a, const Operand& b, void* d, const Scratch& sc
   matmul(p, scratch.at(workspace), on.device, on.stream);
   const void* rest = bias_apart_ ? bias_ : nullptr;
   if (indirect() || rest) {
-    finish_rows(p.d, d_type_, p.ldd, d, out_type_, m_, n_, rest, bias_type_, on.stream);
+    finish_rows(p.d, d_type_, p.ldd, d, out_type_, m_, n_, rest, bias_type_, on.stream, a_scales_,
+                b_scales_);
   }
 }
 

@@ -1,11 +1,19 @@
 // Decides what a product needs around cuBLASLt: operands padded, a bias it cannot take, ragged
-// rows.
+// rows, scales of rows where it has none.
 #pragma once
 
 #include "cublaslt.h"
 #include "ops.h"
 
 namespace narrowfloat {
+
+// What is not as it is for scales of tensors.
+enum class Around : int {
+  nothing,
+  padded_rows,  // scales that lie [blocks, padded(rows)]: both operands have that many rows
+  row_scales,   // multiplied after it: operands without scales
+  exact_k,      // bf16 operands that are not padded along k
+};
 
 // d [m,n] = a [m,k] b [n,k]^T + bias [n]. Made in steps, since what it needs from the scratch must
 // be known before the scratch is allocated: plan, then run.
@@ -14,13 +22,16 @@ class Product {
   Product() = default;
   // element: of both operands as far as it matters, FP8, e2m1 or bf16
   Product(int64_t m, int64_t n, int64_t k, Real d_type, bool fast, Scratch& scratch,
-          Element element = Element::e4m3);
+          Element element = Element::e4m3, Around around = Around::nothing);
 
   // bias: any type, any alignment
   void plan_bias(const void* bias, Real type, Scratch& scratch);
 
   // {alpha, 0} on the device. Before workspace().
   void set_alpha(const float* alpha) { alpha_ = alpha; }
+
+  // [m], [n] on the device, of Around::row_scales. Before run().
+  void set_row_scales(const float* a, const float* b) { a_scales_ = a, b_scales_ = b; }
 
   // Bytes that cuBLASLt wants beside. What will lie in the scratch is given as kInScratch.
   // d contiguous. Operands have rows of padded(k) bytes at least, zero beyond k; b has padded(n)
@@ -33,15 +44,20 @@ class Product {
  private:
   // 16-bit rows must start on 16 bytes; fp32 with 4 or 12 beyond is taken on sm90, elsewhere
   // untried
-  bool ragged() const { return n_ % 8 != 0; }
+  bool ragged() const { return n_ % (around_ == Around::padded_rows ? kPad : 8) != 0; }
+  bool ragged_a() const { return around_ == Around::padded_rows && m_ % kPad != 0; }
   // bf16 operands have no product in fp16: it is rounded from fp32
-  bool indirect() const { return ragged() || out_type_ != d_type_; }
+  bool indirect() const {
+    return ragged() || ragged_a() || out_type_ != d_type_ || around_ == Around::row_scales;
+  }
   bool nothing() const { return m_ * n_ == 0 || k_ == 0; }
   Matmul problem(const Operand& a, const Operand& b, void* d, const void* bias) const;
 
   int64_t m_ = 0, n_ = 0, k_ = 0;
   Real d_type_ = Real::f32, out_type_ = Real::f32;  // of the product, of what is returned
   bool fast_ = false;
+  Around around_ = Around::nothing;
+  const float *a_scales_ = nullptr, *b_scales_ = nullptr;
   const float* alpha_ = nullptr;
   bool apart_ = false;  // d from c
   const void* bias_ = nullptr;

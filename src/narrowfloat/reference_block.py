@@ -246,13 +246,21 @@ def keeps_w(choices: BlockLayer) -> bool:
     return choices.keep_w and choices.fprop == choices.dgrad == ROW.code
 
 
+def column_amax(w: Tensor) -> Tensor:
+    """max |w| of each column of w [N,K], fp32 [padded(K)], 0 beyond. Not its scale, amax / max:
+    the multiplier max / amax cannot be had from a rounded one."""
+    n, k = w.shape
+    amax = block_amax(w.t().float(), (1, max(n, 1)))[:, 0]
+    amax = torch.where(amax.isnan(), float("nan"), amax)  # one NaN, whichever came
+    return pad(amax, (0, padded(k) - k))
+
+
 def block_linear_forward(
     x: Tensor, w: Tensor, bias: Tensor | None, settings: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y [..., N] = x [..., K] w [N,K]^T + bias, quantized by settings, a packed BlockLayer.
 
-    Returns (y, x's columns as wgrad wants them, their scales, the scales of w's columns: fp32
-    [padded(K)]). The columns are empty unless they are wanted and wgrad is quantized, w's scales
+    Returns (y, x's columns as wgrad wants them, their scales, column_amax(w)). The columns are empty unless they are wanted and wgrad is quantized, w's maxima
     unless they are and fprop and dgrad are both by row. The sum is in fp32 and rounded once.
     """
     check_linear(x, w, bias, "linear")
@@ -266,10 +274,10 @@ def block_linear_forward(
     columns, columns_scales = _nothing(x, E4M3.dtype), _nothing(x)
     if choices.wanted and wgrad is not NONE:
         columns, columns_scales = lay_out(quantize_operand(x2.t(), wgrad), wgrad)
-    w_scales = _nothing(x)
+    w_amax = _nothing(x)
     if keeps_w(choices):
-        w_scales = lay_out(quantize_operand(w.t(), ROW), ROW)[1]
-    return y, columns, columns_scales, w_scales
+        w_amax = column_amax(w)
+    return y, columns, columns_scales, w_amax
 
 
 def block_linear_backward(
@@ -285,7 +293,7 @@ def block_linear_backward(
     BlockLayer, do not ask for it.
 
     dx needs w, quantized anew along N: in squares to the numbers that the forward saw.
-    w_columns_scales: those of the forward, else w is measured anew. dw needs x: the columns that
+    w_columns_scales: what the forward measured, else w is measured anew. dw needs x: the columns that
     the forward returned and their scales, or x itself where wgrad is in bf16. db sums dy
     unquantized.
     """

@@ -11,6 +11,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <bit>
 #include <cmath>
@@ -193,9 +194,11 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __saturatef(float v) { return v >= 1.f ? 1.f : v > 0.f ? v : 0.f; }  // NaN to 0
-inline uint32_t atomicMax(uint32_t* p, uint32_t v) {  // a block's fibers run one at a time
-  const uint32_t old = *p;
-  *p = old > v ? old : v;
+inline uint32_t atomicMax(uint32_t* p, uint32_t v) {  // blocks run at once
+  std::atomic_ref<uint32_t> at(*p);
+  uint32_t old = at.load();
+  while (old < v && !at.compare_exchange_weak(old, v)) {
+  }
   return old;
 }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) {

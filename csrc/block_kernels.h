@@ -1,0 +1,40 @@
+// Decides what the kernels of FP8 with finer scales are told: the structs that block_quantize.cpp
+// fills for them.
+#pragma once
+
+#include "block_quantize.h"
+
+namespace narrowfloat {
+
+constexpr int kBlockThreads = 256;
+constexpr int kBlockWarps = kBlockThreads / 32;
+constexpr int kBlockBlocksPerSm = 3;  // of the quantizing kernel, resident at once
+constexpr int kBlockMeasureBlocksPerSm = 4;
+constexpr int kBlockBand = 256;  // rows that a measuring block takes at once: 32 a warp
+
+struct BlockMeasureParams {
+  const void* x;
+  int64_t rows, cols, row_stride, col_stride;
+  uint32_t* row_amax;     // [rows], zeroed before, or null
+  uint32_t* column_amax;  // [cols], likewise
+  int64_t slices;         // of the bands of rows; blocks / slices strips of columns at once
+  int blocks;
+};
+
+struct BlockQuantizeParams {
+  BlockJob job;
+  float* sum_partials;            // [tiles of rows, cols], or null
+  int64_t padded_rows[2], ld[2];  // of each side's data
+  uint32_t row_tiles, col_tiles;  // at least one of each
+  bool aligned;                   // every row begins on 16 bytes, its elements side by side
+};
+
+// vectors: eight neighbours of every row lie in one or two aligned 16-byte words
+void launch_block_measure(const BlockMeasureParams& params, Real type, bool vectors,
+                          cudaStream_t stream);
+void launch_block_quantize(const BlockQuantizeParams& params, int blocks, cudaStream_t stream);
+// out[c] = sum over i of partials[i, c]
+void launch_block_sums(const float* partials, int64_t count, int64_t cols, void* out, Real type,
+                       cudaStream_t stream);
+
+}  // namespace narrowfloat

@@ -1,0 +1,500 @@
+// Decides how a linear layer in FP8 with finer scales is put together, each product by its own
+// scaling.
+#include <algorithm>
+
+#include "block_quantize.h"
+#include "block_route.h"
+#include "cublaslt.h"
+#include "device.h"
+#include "ops.h"
+#include "product.h"
+
+namespace narrowfloat {
+namespace {
+
+// settings.py gives the same bits
+constexpr int64_t kScalingBits = 7, kOperandForm = 8, kE5m2 = 16, kSquare = 32;
+constexpr int kColumnsShift = 8;
+constexpr int64_t kDyE5m2 = 1 << 9, kFastFprop = 1 << 11, kFastOfDgrad = 1 << 20,
+                  kFastOfWgrad = 1 << 21, kKeepW = 1 << 22;
+
+Scaling scaling_of(int64_t code, const char* op) {
+  NF_CHECK(code >= 0 && code <= 4, op, ": expected a scaling from 0 to 4, got ", code);
+  return static_cast<Scaling>(code);
+}
+
+struct Choices {
+  Scaling fprop, dgrad, wgrad;
+  Element dy;
+  bool fast_fprop, fast_dgrad, fast_wgrad, wanted, keep_w;
+
+  Choices(int64_t bits, const char* op)
+      : fprop(scaling_of(bits & kScalingBits, op)),
+        dgrad(scaling_of(bits >> 3 & kScalingBits, op)),
+        wgrad(scaling_of(bits >> 6 & kScalingBits, op)),
+        dy(bits & kDyE5m2 ? Element::e5m2 : Element::e4m3),
+        fast_fprop((bits & kFastFprop) && fprop == Scaling::row),
+        fast_dgrad((bits & kFastOfDgrad) && dgrad == Scaling::row),
+        fast_wgrad((bits & kFastOfWgrad) && wgrad == Scaling::row),
+        wanted(bits & kSaveX),
+        keep_w((bits & kKeepW) && fprop == Scaling::row && dgrad == Scaling::row) {}
+
+  Element dy_for(Scaling scaling) const { return scaling == Scaling::row ? dy : Element::e4m3; }
+};
+static_assert(kSaveX == kNeedDx);
+
+Route route_on(Scaling scaling, int device, const char* op) {
+  const int capability = device_of(device).capability;
+  const Route route = block_route(scaling, capability, cublaslt_version());
+  NF_CHECK(route != Route::refused, op,
+           ": expected fp32 scales by blocks of 128 on sm_90 with cuBLASLt 12.9 or newer, got sm_",
+           capability, " with ", cublaslt_version(),
+           " (fp8_block_pow2 runs everywhere from sm_89 on)");
+  return route;
+}
+
+bool has_square(Scaling s) { return s == Scaling::block || s == Scaling::pow2; }
+
+BlockJob job_of(const Matrix& m) {
+  BlockJob job{};
+  job.x = m.owner.data_ptr();
+  job.type = m.type;
+  job.rows = m.rows, job.cols = m.cols;
+  job.row_stride = m.row_stride, job.col_stride = m.col_stride;
+  return job;
+}
+
+// One operand of a product: what a side of a tensor becomes in the scratch, or bf16 as it lies.
+class Side {
+ public:
+  Side() = default;
+
+  // side 0 of x [rows, cols], contracted along its columns, or 1, its transpose. square: w.
+  Side(const Matrix& x, int side, Scaling scaling, Route route, Element element, bool w,
+       Scratch& scratch)
+      : scaling_(scaling), route_(route), element_(element), square_(w && has_square(scaling)) {
+    size(side ? x.cols : x.rows, side ? x.rows : x.cols, scratch);
+  }
+
+  // Codes and scales that are there.
+  static Side saved(const void* codes, const void* scales, int64_t rows, int64_t cols,
+                    Scaling scaling, Route route, Scratch& scratch) {
+    Side s;
+    s.scaling_ = scaling, s.route_ = route;
+    s.codes_ = codes, s.scales_ = scales;
+    s.size(rows, cols, scratch);
+    return s;
+  }
+
+  // bf16 as it lies; on side 1 it is stored with the contracted dimension first.
+  static Side direct(const Matrix& x, int side) {
+    Side s;
+    s.direct_ = x.owner.data_ptr();
+    s.direct_ld_ = x.row_stride;
+    s.k_first_ = side == 1;
+    s.rows_ = side ? x.cols : x.rows, s.cols_ = side ? x.rows : x.cols;
+    return s;
+  }
+
+  bool made() const { return !direct_ && !codes_ && rows_ >= 0; }
+
+  void fill(BlockSide& side, const Scratch& scratch) const {
+    if (!made()) return;
+    side.form = operand() ? BlockForm::operand : BlockForm::codes;
+    side.scaling = scaling_;
+    side.element = element_;
+    side.square = square_;
+    side.data = scratch.at(first_);
+    if (!operand()) side.scales = scratch.at(scales_first_);
+  }
+
+  Element format() const { return operand() ? Element::bf16 : element_; }
+
+  Operand planned() const { return in_memory(kInScratch, kInScratch); }
+
+  // After its job has run: what is left to do to it, and where it is.
+  Operand in(const Scratch& scratch, const Launch& on) const {
+    const void* data = codes_ ? codes_ : scratch.at(first_);
+    const void* scales = codes_ ? scales_ : operand() ? nullptr : scratch.at(scales_first_);
+    if (codes_ && operand()) {
+      block_restore(scaling_, codes_, scales_, rows_, cols_, scratch.at(first_), on.stream);
+      data = scratch.at(first_);
+    }
+    if (route_ == Route::mx) {
+      block_spread_scales(scales, square_, rows_, cols_, scratch.at(mx_first_), on.stream);
+      scales = scratch.at(mx_first_);
+      if (widened_) {
+        const int64_t from = padded(cols_), to = padded32(cols_);
+        NF_CUDA(cudaMemsetAsync(scratch.at(wide_first_), 0, padded(rows_) * to, on.stream));
+        NF_CUDA(cudaMemcpy2DAsync(scratch.at(wide_first_), to, data, from, from, padded(rows_),
+                                  cudaMemcpyDeviceToDevice, on.stream));
+        data = scratch.at(wide_first_);
+      }
+    }
+    return in_memory(data, scales);
+  }
+
+  // Of Around::row_scales, after in().
+  const float* row_scales(const Scratch& scratch) const {
+    return static_cast<const float*>(codes_ ? scales_ : scratch.at(scales_first_));
+  }
+
+ private:
+  bool operand() const { return route_ == Route::bf16 || scaling_ == Scaling::none; }
+
+  void size(int64_t rows, int64_t cols, Scratch& scratch) {
+    rows_ = rows, cols_ = cols;
+    if (operand()) {
+      first_ = scratch.add(padded(rows) * padded32(cols) * 2);
+      return;
+    }
+    if (!codes_) {
+      first_ = scratch.add(padded(rows) * codes_cols(scaling_, cols));
+      scales_first_ = scratch.add(scale_bytes(scaling_, square_, rows, cols));
+    }
+    if (route_ == Route::mx) {
+      mx_first_ = scratch.add(mx_scale_bytes(rows, cols));
+      widened_ = padded(cols) % 32 != 0;
+      if (widened_) wide_first_ = scratch.add(padded(rows) * padded32(cols));
+    }
+  }
+
+  Operand in_memory(const void* data, const void* scales) const {
+    Operand o{};
+    o.rows = rows_;
+    o.format = format();
+    if (direct_) {
+      o.q = direct_, o.ld = direct_ld_, o.k_first = k_first_;
+      return o;
+    }
+    o.q = data;
+    if (operand()) {
+      o.ld = padded32(cols_);
+      return o;
+    }
+    o.ld = widened_ ? padded32(cols_) : codes_cols(scaling_, cols_);
+    if (route_ == Route::epilogue) return o;
+    o.scale = scales;
+    o.mode = scaling_ == Scaling::row                         ? ScaleMode::row
+             : route_ == Route::mx || scaling_ == Scaling::mx ? ScaleMode::vec32_ue8m0
+             : square_                                        ? ScaleMode::square128
+                                                              : ScaleMode::vec128;
+    return o;
+  }
+
+  Scaling scaling_ = Scaling::none;
+  Route route_ = Route::native;
+  Element element_ = Element::e4m3;
+  bool square_ = false, k_first_ = false, widened_ = false;
+  const void *codes_ = nullptr, *scales_ = nullptr, *direct_ = nullptr;
+  int64_t rows_ = -1, cols_ = 0, direct_ld_ = 0;
+  int64_t first_ = 0, scales_first_ = 0, mx_first_ = 0, wide_first_ = 0;
+};
+
+// bf16 whose rows start on 16 bytes and are whole 16-byte words.
+bool lies_well(const Matrix& x) {
+  return x.type == Real::bf16 && x.col_stride == 1 && x.row_stride % 8 == 0 && x.cols % 8 == 0 &&
+         x.row_stride >= x.cols && reinterpret_cast<uintptr_t>(x.owner.data_ptr()) % 16 == 0;
+}
+
+Around around(Scaling scaling, Route route) {
+  if (route == Route::epilogue) return Around::row_scales;
+  return route == Route::native && has_square(scaling) ? Around::padded_rows : Around::nothing;
+}
+
+// A product and its operands, a [m,k] and b [n,k].
+struct Step {
+  Product product;
+  Side a, b;
+  bool row_scales = false;
+
+  int64_t workspace(void* d, const Launch& on) const {
+    return product.workspace(a.planned(), b.planned(), d, on);
+  }
+  void run(void* d, const Scratch& scratch, int64_t workspace, const Launch& on) {
+    if (row_scales) product.set_row_scales(a.row_scales(scratch), b.row_scales(scratch));
+    product.run(a.in(scratch, on), b.in(scratch, on), d, scratch, workspace, on);
+  }
+};
+
+void check_saved(const Tensor& codes, const Tensor& scales, Scaling scaling, int64_t rows,
+                 int64_t cols, const char* op) {
+  const ScalarType scale_dtype = scaling == Scaling::mx ? ScalarType::Byte : ScalarType::Float;
+  const int64_t bytes = scale_bytes(scaling, false, rows, cols);
+  NF_CHECK(codes.dim() == 2 && codes.size(0) == padded(rows) &&
+               codes.size(1) == codes_cols(scaling, cols) && codes.is_contiguous() &&
+               codes.scalar_type() == ScalarType::Float8_e4m3fn &&
+               reinterpret_cast<uintptr_t>(codes.data_ptr()) % 16 == 0 &&
+               scales.scalar_type() == scale_dtype && scales.is_contiguous() &&
+               scales.numel() * (scaling == Scaling::mx ? 1 : 4) == bytes &&
+               reinterpret_cast<uintptr_t>(scales.data_ptr()) % 16 == 0,
+           op, ": expected x_columns as float8_e4m3fn [", padded(rows), ", ",
+           codes_cols(scaling, cols), "] with ", bytes,
+           " bytes of scales, as the forward returns them, got ", shape_of(codes), " with ",
+           shape_of(scales));
+}
+
+// Codes of [rows, cols] and their scales, as operators return them.
+struct Returned {
+  Tensor codes, scales;
+
+  static Returned none(int device) {
+    return {empty({0}, ScalarType::Float8_e4m3fn, device), empty({0}, ScalarType::Float, device)};
+  }
+  static Returned of(Scaling scaling, Element element, bool square, int64_t rows, int64_t cols,
+                     int device) {
+    Tensor codes = empty({padded(rows), codes_cols(scaling, cols)}, dtype_of(element), device);
+    const int64_t across = blocks_of(cols, kBlock);
+    if (scaling == Scaling::mx) {
+      return {codes, empty({mx_scale_bytes(rows, cols)}, ScalarType::Byte, device)};
+    }
+    if (scaling == Scaling::row) return {codes, empty({padded(rows)}, ScalarType::Float, device)};
+    if (square) {
+      return {codes,
+              empty({blocks_of(rows, kBlock), (across + 3) / 4 * 4}, ScalarType::Float, device)};
+    }
+    return {codes, empty({across, padded(rows)}, ScalarType::Float, device)};
+  }
+  void fill(BlockSide& side, Scaling scaling, Element element, bool square) const {
+    side.form = BlockForm::codes;
+    side.scaling = scaling;
+    side.element = element;
+    side.square = square;
+    side.data = codes.data_ptr();
+    side.scales = scales.data_ptr();
+  }
+};
+
+void quantize(const BlockJob& job, const Scratch& scratch, int64_t first, const Launch& on) {
+  block_quantize(job, scratch.at(first), on.device, on.stream);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> block_quantize_op(const Tensor& x, int64_t settings) {
+  constexpr const char* op = "block_quantize";
+  const Launch on(x, op, "x");
+  const Matrix m(x, op, "x");
+  BlockJob job = job_of(m);
+  std::vector<Returned> made;
+  for (int k = 0; k < 2; ++k) {
+    const int64_t bits = settings >> (k * kColumnsShift) & 0xff;
+    const Scaling scaling = scaling_of(bits & kScalingBits, op);
+    const bool operand = bits & kOperandForm, square = bits & kSquare;
+    const Element element = bits & kE5m2 ? Element::e5m2 : Element::e4m3;
+    const int64_t rows = k ? m.cols : m.rows, cols = k ? m.rows : m.cols;
+    NF_CHECK(!operand || power_of_two(scaling), op,
+             ": expected powers of two as scales of a bf16 operand (code x scale is no bf16 with "
+             "fp32 scales)");
+    NF_CHECK(element == Element::e4m3 || scaling == Scaling::row, op,
+             ": expected e5m2 with scales by row");
+    NF_CHECK(!square || has_square(scaling), op, ": expected squares with blocks of 128");
+    if (scaling == Scaling::none) {
+      made.push_back(Returned::none(on.device));
+    } else if (operand) {
+      made.push_back({empty({padded(rows), padded32(cols)}, ScalarType::BFloat16, on.device),
+                      empty({0}, ScalarType::Float, on.device)});
+      made[k].fill(job.side[k], scaling, element, square);
+      job.side[k].form = BlockForm::operand;
+    } else {
+      made.push_back(Returned::of(scaling, element, square, rows, cols, on.device));
+      made[k].fill(job.side[k], scaling, element, square);
+    }
+  }
+  Scratch scratch;
+  const int64_t first = scratch.add(block_scratch_bytes(job));
+  scratch.allocate(on.device);
+  quantize(job, scratch, first, on);
+  return {made[0].codes, made[0].scales, made[1].codes, made[1].scales};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> block_linear_forward(const Tensor& x, const Tensor& w,
+                                                                std::optional<Tensor> bias,
+                                                                int64_t settings) {
+  constexpr const char* op = "linear";
+  NF_CHECK(x.is_cuda(), op, ": expected ", w.is_cuda() ? "w" : "bias",
+           " on cpu as x is, got cuda (move one of them)");
+  const Launch on(x, op, "x");
+  check_same_device(w, x, op, "w");
+  NF_CHECK(w.dim() == 2, op, ": expected w [N,K], got ", w.dim(), " dimensions ", shape_of(w));
+  const Matrix xm(x, op, "x"), wm(w, op, "w");
+  const int64_t m = xm.rows, k = xm.cols, n = wm.rows;
+  NF_CHECK(w.size(1) == k, op, ": expected x [..., K] and w [N,K] with one K, got ", shape_of(x),
+           " and ", shape_of(w), " (w is multiplied transposed)");
+  const Choices choices(settings, op);
+  const Scaling scaling = choices.fprop;
+  const Route route = route_on(scaling, on.device, op);
+  const bool save_x = choices.wanted && choices.wgrad != Scaling::none;
+
+  // outputs
+  Tensor y = empty(with_last(x, n), x.scalar_type(), on.device);
+  const Returned columns = save_x
+                               ? Returned::of(choices.wgrad, Element::e4m3, false, k, m, on.device)
+                               : Returned::none(on.device);
+  Tensor w_columns = empty({choices.keep_w ? padded(k) : 0}, ScalarType::Float, on.device);
+
+  // scratch
+  Scratch scratch;
+  Step fprop;
+  const bool direct = scaling == Scaling::none && k % kPad == 0;
+  fprop.a = direct && lies_well(xm) ? Side::direct(xm, 0)
+                                    : Side(xm, 0, scaling, route, Element::e4m3, false, scratch);
+  fprop.b = direct && lies_well(wm) && n % 8 == 0
+                ? Side::direct(wm, 0)
+                : Side(wm, 0, scaling, route, Element::e4m3, true, scratch);
+  fprop.row_scales = route == Route::epilogue;
+  fprop.product = Product(m, n, k, xm.type, choices.fast_fprop, scratch, fprop.a.format(),
+                          around(scaling, route));
+  std::optional<Tensor> bias_owner;
+  if (bias) {
+    check_same_device(*bias, x, op, "bias");
+    NF_CHECK(bias->dim() == 1 && bias->size(0) == n, op, ": expected bias [", n, "], got ",
+             shape_of(*bias));
+    bias_owner = bias->is_contiguous() ? *bias : torch::stable::contiguous(*bias);
+    fprop.product.plan_bias(bias_owner->data_ptr(), real_of(bias->scalar_type(), op, "bias"),
+                            scratch);
+  }
+  const int64_t workspace = scratch.add(fprop.workspace(y.data_ptr(), on));
+  BlockJob xj = job_of(xm), wj = job_of(wm);
+  if (save_x) columns.fill(xj.side[1], choices.wgrad, Element::e4m3, false);
+  if (choices.keep_w) wj.side[1].amax = static_cast<uint32_t*>(w_columns.data_ptr());
+  fprop.a.fill(xj.side[0], scratch);  // without addresses, for planning
+  fprop.b.fill(wj.side[0], scratch);
+  const int64_t x_first = scratch.add(block_scratch_bytes(xj));
+  const int64_t w_first = scratch.add(block_scratch_bytes(wj));
+  scratch.allocate(on.device);
+
+  // quantize, multiply
+  fprop.a.fill(xj.side[0], scratch);
+  fprop.b.fill(wj.side[0], scratch);
+  quantize(wj, scratch, w_first, on);
+  quantize(xj, scratch, x_first, on);
+  fprop.run(y.data_ptr(), scratch, workspace, on);
+  return {y, columns.codes, columns.scales, w_columns};
+}
+
+std::tuple<Tensor, Tensor, Tensor> block_linear_backward(const Tensor& dy, std::optional<Tensor> x,
+                                                         std::optional<Tensor> x_scales,
+                                                         std::optional<Tensor> w,
+                                                         std::optional<Tensor> w_columns,
+                                                         int64_t in_features, int64_t settings) {
+  constexpr const char* op = "linear_backward";
+  const Launch on(dy, op, "dy");
+  const Matrix dym(dy, op, "dy");
+  const int64_t m = dym.rows, n = dym.cols, k = in_features;
+  const Choices choices(settings, op);
+  const bool need_dx = choices.wanted;
+  const std::optional<Real> dw_type = real_of(settings >> kDwShift & kTypeBits, op),
+                            db_type = real_of(settings >> kDbShift & kTypeBits, op);
+  const Route dgrad_route = need_dx ? route_on(choices.dgrad, on.device, op) : Route::native,
+              wgrad_route = dw_type ? route_on(choices.wgrad, on.device, op) : Route::native;
+
+  // operands
+  std::optional<Matrix> wm, xm;
+  const uint32_t* w_amax = nullptr;
+  if (need_dx) {
+    NF_CHECK(w, op, ": expected w for dx, got none");
+    check_same_device(*w, dy, op, "w");
+    NF_CHECK(w->dim() == 2 && w->size(0) == n && w->size(1) == k, op, ": expected w (", n, ", ", k,
+             ") for dy [..., ", n, "], got ", shape_of(*w));
+    wm.emplace(*w, op, "w");
+    if (w_columns && w_columns->numel() > 0 && choices.dgrad == Scaling::row) {
+      check_same_device(*w_columns, dy, op, "w_columns_scales");
+      NF_CHECK(w_columns->numel() == padded(k) && w_columns->is_contiguous() &&
+                   w_columns->scalar_type() == ScalarType::Float,
+               op, ": expected w_columns_scales as float32 [", padded(k),
+               "], as the forward returns it, got ", shape_of(*w_columns));
+      w_amax = static_cast<const uint32_t*>(w_columns->data_ptr());
+    }
+  }
+  if (dw_type) {
+    NF_CHECK(x, op, ": expected x for dw, got none");
+    check_same_device(*x, dy, op, "x");
+    if (choices.wgrad == Scaling::none) {
+      xm.emplace(*x, op, "x");
+      NF_CHECK(xm->rows == m && xm->cols == k, op, ": expected x [..., ", k, "] of ", m,
+               " rows, got ", shape_of(*x));
+    } else {
+      NF_CHECK(x_scales, op, ": expected x_columns_scales for dw, got none");
+      check_same_device(*x_scales, dy, op, "x_columns_scales");
+      check_saved(*x, *x_scales, choices.wgrad, k, m, op);
+    }
+  }
+
+  // outputs
+  const auto nothing = [&](ScalarType dtype) { return empty({0}, dtype, on.device); };
+  Tensor dx =
+      need_dx ? empty(with_last(dy, k), dy.scalar_type(), on.device) : nothing(dy.scalar_type());
+  Tensor dw = dw_type ? empty({n, k}, dtype_of(*dw_type), on.device) : nothing(dy.scalar_type());
+  Tensor db = db_type ? empty({n}, dtype_of(*db_type), on.device) : nothing(dy.scalar_type());
+
+  // scratch
+  Scratch scratch;
+  Step dgrad, wgrad;
+  int64_t workspace_bytes = 0;
+  if (need_dx) {
+    const Scaling s = choices.dgrad;
+    const bool direct = s == Scaling::none && n % kPad == 0;
+    dgrad.a = direct && lies_well(dym)
+                  ? Side::direct(dym, 0)
+                  : Side(dym, 0, s, dgrad_route, choices.dy_for(s), false, scratch);
+    dgrad.b = direct && lies_well(*wm) ? Side::direct(*wm, 1)
+                                       : Side(*wm, 1, s, dgrad_route, Element::e4m3, true, scratch);
+    dgrad.row_scales = dgrad_route == Route::epilogue;
+    dgrad.product = Product(m, k, n, dym.type, choices.fast_dgrad, scratch, dgrad.a.format(),
+                            around(s, dgrad_route));
+    workspace_bytes = dgrad.workspace(dx.data_ptr(), on);
+  }
+  if (dw_type) {
+    const Scaling s = choices.wgrad;
+    Around how = around(s, wgrad_route);
+    if (s == Scaling::none) {
+      const bool both = lies_well(dym) && lies_well(*xm);
+      if (both) how = Around::exact_k;
+      const bool direct = both || m % kPad == 0;
+      wgrad.a = direct && lies_well(dym)
+                    ? Side::direct(dym, 1)
+                    : Side(dym, 1, s, wgrad_route, Element::e4m3, false, scratch);
+      wgrad.b = direct && lies_well(*xm)
+                    ? Side::direct(*xm, 1)
+                    : Side(*xm, 1, s, wgrad_route, Element::e4m3, false, scratch);
+    } else {
+      wgrad.a = Side(dym, 1, s, wgrad_route, choices.dy_for(s), false, scratch);
+      wgrad.b = Side::saved(x->data_ptr(), x_scales->data_ptr(), k, m, s, wgrad_route, scratch);
+    }
+    wgrad.row_scales = wgrad_route == Route::epilogue;
+    wgrad.product = Product(n, k, m, *dw_type, choices.fast_wgrad, scratch, wgrad.a.format(), how);
+    workspace_bytes = std::max(workspace_bytes, wgrad.workspace(dw.data_ptr(), on));
+  }
+  const int64_t workspace = scratch.add(workspace_bytes);
+  BlockJob dyj = job_of(dym), wj{}, xj{};
+  if (db_type) dyj.column_sums = db.data_ptr(), dyj.sums_type = *db_type;
+  if (wm) {
+    wj = job_of(*wm);
+    wj.side[1].amax = const_cast<uint32_t*>(w_amax);
+    wj.side[1].amax_given = w_amax != nullptr;
+  }
+  if (xm) xj = job_of(*xm);
+  const auto fill = [&] {
+    dgrad.a.fill(dyj.side[0], scratch);
+    wgrad.a.fill(dyj.side[1], scratch);
+    dgrad.b.fill(wj.side[1], scratch);
+    if (xm) wgrad.b.fill(xj.side[1], scratch);
+  };
+  fill();  // without addresses, for planning
+  const int64_t dy_first = scratch.add(block_scratch_bytes(dyj));
+  const int64_t w_first = scratch.add(block_scratch_bytes(wj));
+  const int64_t x_first = scratch.add(block_scratch_bytes(xj));
+  scratch.allocate(on.device);
+
+  // quantize w across, dy both ways with its sums; multiply twice
+  fill();
+  if (dgrad.b.made()) quantize(wj, scratch, w_first, on);
+  if (xm && wgrad.b.made()) quantize(xj, scratch, x_first, on);
+  quantize(dyj, scratch, dy_first, on);
+  if (need_dx) dgrad.run(dx.data_ptr(), scratch, workspace, on);
+  if (dw_type) wgrad.run(dw.data_ptr(), scratch, workspace, on);
+  return {dx, dw, db};
+}
+
+}  // namespace narrowfloat
