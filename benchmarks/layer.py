@@ -112,13 +112,17 @@ class LinearCase:
         sets = 1 if mode == "graph" else self.sets
         times, base = measure.interleave(run.device, pair, seconds, sets)
         limit = None
-        if run.recipe == "fp8":  # whose least bytes layer_bytes counts
+        if run.recipe in measure.LAYER_BYTES:
             with run.attempt(f"{self.label(mode, weights)}: limit"):
                 pair_ms = statistics.median(times) + statistics.median(base)
                 rounds = min(max(int(300 / pair_ms), 9), 40)
                 gemms = measure.profiled_gemm_ms(run.device, pair, rounds, held)
                 moved = measure.layer_bytes(
-                    self.tokens, self.inputs, self.outputs, reused=weights == "reused"
+                    self.tokens,
+                    self.inputs,
+                    self.outputs,
+                    reused=weights == "reused",
+                    recipe=run.recipe,
                 )
                 limit = gemms and measure.limit_ms(gemms, moved, run.copy_gbps)
         self.add(run.recipe, mode, weights, times, base, held, limit)

@@ -45,17 +45,38 @@ def quantize_bytes(elements: int, rows: bool, columns: bool, itemsize: int = 2) 
     return elements * (2 * itemsize + rows + columns)
 
 
-def layer_bytes(tokens: int, inputs: int, outputs: int, reused: bool, itemsize: int = 2) -> int:
-    """Least bytes that quantizing costs a linear layer, forward + backward, recipe fp8.
+# Of a recipe: reads of x and dy (with a scale that spans more than a block one for amax and one to
+# quantize), copies of each that are written, reads of w in the forward. Others are emulated on an
+# H200, or not counted.
+LAYER_BYTES = {
+    "fp8": (2, 2, 2),
+    "fp8_row": (2, 2, 2),
+    "fp8_block": (1, 2, 1),
+    "fp8_block_bf16_wgrad": (1, 1, 1),
+    "fp8_block_pow2": (1, 2, 1),
+}
 
-    x: 6 an element (amax, quantize, both orientations), dy: 6, w: 5 in the forward and 3 for the
-    transposed copy that the backward makes with the same scale; with reused weights none for w.
+
+def layer_bytes(
+    tokens: int,
+    inputs: int,
+    outputs: int,
+    reused: bool,
+    itemsize: int = 2,
+    recipe: str = "fp8",
+) -> float:
+    """Least bytes that quantizing costs a linear layer, forward + backward.
+
+    fp8, fp8_row: x 6 an element (amax, quantize, both orientations), dy 6, w 5 in the forward and 3
+    for the transposed copy that the backward makes with the same scale; with reused weights none
+    for w. By blocks x and dy are read once: 4 each, and where wgrad is in bf16 3, w 3 and 3; a
+    scale of 4 bytes for 128 elements comes on top of each copy of x and dy.
     """
-    total = quantize_bytes(tokens * inputs, True, True, itemsize)
-    total += quantize_bytes(tokens * outputs, True, True, itemsize)
+    reads, copies, reads_of_w = LAYER_BYTES[recipe]
+    scale = 4 / 128 if recipe.startswith("fp8_block") else 0
+    total = tokens * (inputs + outputs) * (reads * itemsize + copies * (1 + scale))
     if not reused:
-        total += quantize_bytes(outputs * inputs, True, False, itemsize)
-        total += outputs * inputs * (itemsize + 1)
+        total += outputs * inputs * ((reads_of_w * itemsize + 1) + (itemsize + 1))
     return total
 
 

@@ -20,6 +20,7 @@ import torch
 from layer import LARGE, SMALL, Inputs, linear, trainer
 from measure import Device
 from run import BF16, Run
+from subjects_block import quantize_block
 from subjects_fp4 import decode, quantize_fp4
 from torch import Tensor, nn
 
@@ -329,6 +330,7 @@ SUBJECTS: dict[str, Callable[[Run], None]] = {
     for f in (
         quantize,
         quantize_fp4,
+        quantize_block,
         accumulation,
         gemm,
         linear,

@@ -117,6 +117,10 @@ def test_least_bytes_of_a_layer():
     x, w, dy = tokens * inputs, inputs * outputs, tokens * outputs
     assert measure.layer_bytes(tokens, inputs, outputs, reused=True) == 6 * x + 6 * dy
     assert measure.layer_bytes(tokens, inputs, outputs, reused=False) == 6 * x + 6 * dy + 8 * w
+    for recipe, side in (("fp8_row", 6), ("fp8_block", 4 + 1 / 16)):
+        w_bytes = 8 if recipe == "fp8_row" else 6
+        moved = measure.layer_bytes(tokens, inputs, outputs, reused=False, recipe=recipe)
+        assert moved == side * (x + dy) + w_bytes * w
 
 
 def test_limit_of_a_known_layer():

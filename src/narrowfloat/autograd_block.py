@@ -16,8 +16,8 @@ class BlockLinearFunction(torch.autograd.Function):
     """y [..., N] = x [..., K] w [N,K]^T + bias [N] as a BlockRecipe says, and its three gradients.
 
     Saved for dw: x's columns [K, M] as FP8 codes with their scales, 1.03 byte an element at most;
-    x itself where wgrad is in bf16. Saved for dx: w itself, which costs nothing, and the scales of
-    its columns where it is scaled by row. Nothing is saved for a gradient that nobody needs.
+    x itself where wgrad is in bf16. Saved for dx: w itself, which costs nothing, and the largest
+    values of its columns where it is scaled by row. Nothing is saved for a gradient that nobody needs.
     """
 
     @staticmethod
@@ -29,14 +29,12 @@ class BlockLinearFunction(torch.autograd.Function):
             | (SAVE_X if need_dw and quantized else 0)
             | (BLOCK_KEEP_W if need_dx else 0)
         )
-        y, x_columns, x_scales, w_scales = ops.block_linear_forward(x, w, bias, settings)
+        y, x_columns, x_scales, w_amax = ops.block_linear_forward(x, w, bias, settings)
         of_x: tuple[Tensor | None, ...] = (None, None)
         if need_dw:
             of_x = (x_columns, x_scales) if quantized else (x, None)
         by_row = recipe.fprop == recipe.dgrad == "row"
-        ctx.save_for_backward(
-            *of_x, w if need_dx else None, w_scales if need_dx and by_row else None
-        )
+        ctx.save_for_backward(*of_x, w if need_dx else None, w_amax if need_dx and by_row else None)
         need_db = need_db and bias is not None
         ctx.in_features = w.shape[1]
         ctx.needs = need_dx, need_dw, need_db

@@ -73,11 +73,11 @@ _SCHEMAS = {
     ),
     reference_block.block_linear_forward: (
         "block_linear_forward(Tensor x, Tensor w, Tensor? bias, int settings)"
-        " -> (Tensor y, Tensor x_columns, Tensor x_columns_scales, Tensor w_columns_scales)"
+        " -> (Tensor y, Tensor x_columns, Tensor x_columns_scales, Tensor w_columns_amax)"
     ),
     reference_block.block_linear_backward: (
         "block_linear_backward(Tensor dy, Tensor? x, Tensor? x_columns_scales, Tensor? w,"
-        " Tensor? w_columns_scales, int in_features, int settings)"
+        " Tensor? w_columns_amax, int in_features, int settings)"
         " -> (Tensor dx, Tensor dw, Tensor db)"
     ),
 }
@@ -314,7 +314,7 @@ def _block_linear_backward(
     x: Tensor | None,
     x_columns_scales: Tensor | None,
     w: Tensor | None,
-    w_columns_scales: Tensor | None,
+    w_columns_amax: Tensor | None,
     in_features: int,
     settings: int,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -260,8 +260,9 @@ def block_linear_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y [..., N] = x [..., K] w [N,K]^T + bias, quantized by settings, a packed BlockLayer.
 
-    Returns (y, x's columns as wgrad wants them, their scales, column_amax(w)). The columns are empty unless they are wanted and wgrad is quantized, w's maxima
-    unless they are and fprop and dgrad are both by row. The sum is in fp32 and rounded once.
+    Returns (y, x's columns as wgrad wants them, their scales, column_amax(w)). The columns are
+    empty unless they are wanted and wgrad is quantized, w's maxima unless they are and fprop and
+    dgrad are both by row. The sum is in fp32 and rounded once.
     """
     check_linear(x, w, bias, "linear")
     choices = BlockLayer.unpack(settings)
@@ -285,7 +286,7 @@ def block_linear_backward(
     x: Tensor | None,
     x_columns_scales: Tensor | None,
     w: Tensor | None,
-    w_columns_scales: Tensor | None,
+    w_columns_amax: Tensor | None,
     in_features: int,
     settings: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -293,14 +294,14 @@ def block_linear_backward(
     BlockLayer, do not ask for it.
 
     dx needs w, quantized anew along N: in squares to the numbers that the forward saw.
-    w_columns_scales: what the forward measured, else w is measured anew. dw needs x: the columns that
-    the forward returned and their scales, or x itself where wgrad is in bf16. db sums dy
-    unquantized.
+    w_columns_amax: what the forward measured, else w is measured anew (the reference always does).
+    dw needs x: the columns that the forward returned and their scales, or x itself where wgrad is
+    in bf16. db sums dy unquantized.
     """
     who = "linear_backward"
     check_quantizable(dy, who, "dy")
     given = {"x": x, "x_columns_scales": x_columns_scales, "w": w}
-    given["w_columns_scales"] = w_columns_scales
+    given["w_columns_amax"] = w_columns_amax
     for name, t in given.items():
         if t is not None and t.device != dy.device:
             raise ValueError(

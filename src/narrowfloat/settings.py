@@ -163,7 +163,7 @@ BLOCK_E5M2 = 1 << 9  # dy, where its products are scaled by row
 BLOCK_FAST = 1 << 11  # accumulation of fprop, where it is scaled by row
 BLOCK_FAST_DGRAD = 1 << 20
 BLOCK_FAST_WGRAD = 1 << 21
-BLOCK_KEEP_W = 1 << 22  # forward: the scales of w's columns are wanted, for dx
+BLOCK_KEEP_W = 1 << 22  # forward: the largest values of w's columns are wanted, for dx
 
 
 class BlockOrientation(NamedTuple):
@@ -210,7 +210,7 @@ class BlockLayer(NamedTuple):
     fast_dgrad: bool = False
     fast_wgrad: bool = False
     wanted: bool = False  # forward: x's columns, SAVE_X; backward: dx, NEED_DX
-    keep_w: bool = False  # forward: the scales of w's columns, where fprop and dgrad are by row
+    keep_w: bool = False  # forward: amax of w's columns, where fprop and dgrad are by row
     dw_dtype: torch.dtype | None = None
     db_dtype: torch.dtype | None = None
 
