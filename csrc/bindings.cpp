@@ -7,6 +7,7 @@
 #include "block_route.h"
 #include "check.h"
 #include "cublaslt.h"
+#include "tune.h"
 
 namespace py = pybind11;
 
@@ -31,6 +32,20 @@ py::dict plan_cache() {
   result["hits"] = counters.hits;
   result["misses"] = counters.misses;
   return result;
+}
+
+int driver_version() {
+  int version = 0;
+  NF_CUDA(cudaDriverGetVersion(&version));
+  return version;
+}
+
+py::list plans() {
+  py::list list;
+  for (const narrowfloat::SavedChoice& c : narrowfloat::saved_choices()) {
+    list.append(py::make_tuple(c.device, c.key, c.algorithm, c.what, c.first_us, c.chosen_us));
+  }
+  return list;
 }
 
 // (kind, text) of the error that the calling thread threw last; it is then forgotten.
@@ -58,6 +73,14 @@ PYBIND11_MODULE(_C, m) {
         "Products that found a cached plan (hits) or made one (misses).");
   m.def("take_error", &take_error,
         "(kind, text) of this thread's last error: 1 ValueError, 2 TypeError, 3 OutOfMemoryError.");
+  m.def("driver_version", &driver_version, "The newest CUDA that the driver takes, as 13000.");
+  m.def("start_tuning", &narrowfloat::start_tuning, py::arg("older_devices"),
+        "From now on products measure cuBLASLt's candidates, those before sm90 only if told to.");
+  m.def("stop_tuning", &narrowfloat::stop_tuning, py::arg("older_devices"));
+  m.def("plans", &plans,
+        "[(device, key, algorithm, product, first_us, us)] of all that were measured or loaded.");
+  m.def("load_plan", &narrowfloat::load_choice, py::arg("device"), py::arg("key"),
+        py::arg("algorithm"), py::arg("product"), "A plan of another process, for a device.");
   m.def("capture_id", &capture_id, py::arg("stream"),
         "Of the capture that the raw stream is in, 0 if it is in none.");
 }

@@ -1,4 +1,5 @@
-// Decides what a product is to the rest of the code. cublaslt.cpp is the only caller of cuBLASLt.
+// Decides what a product is to the rest of the code. cublaslt.cpp, cublaslt_plan.cpp and tune.cpp
+// are the only callers of cuBLASLt.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -27,6 +27,7 @@ from .seeds import (
     fp8_mm_view,
 )
 from .support import Support, supported
+from .tune import load_plans, save_plans, tune
 
 __all__ = [
     "RECIPES",
@@ -61,9 +62,12 @@ __all__ = [
     "fp8_mm",
     "fp8_mm_view",
     "linear",
+    "load_plans",
     "matmul",
     "plan",
     "quantize",
     "reuse_weights",
+    "save_plans",
     "supported",
+    "tune",
 ]

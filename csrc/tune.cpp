@@ -1,0 +1,203 @@
+// Decides which of cuBLASLt's candidates for a product is taken, by measuring them.
+#include "tune.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <map>
+#include <mutex>
+
+#include "device.h"
+#include "epilogue.h"
+
+namespace narrowfloat {
+namespace {
+
+std::atomic<int> g_tuning{0}, g_tuning_older{0};
+std::atomic<int64_t> g_choices{0};
+
+struct Choice {
+  Candidate candidate;
+  std::string what;
+  double first_us, chosen_us;
+};
+
+struct KeyOrder {
+  bool operator()(const std::pair<int, Key>& a, const std::pair<int, Key>& b) const {
+    if (a.first != b.first) return a.first < b.first;
+    return std::memcmp(&a.second, &b.second, sizeof(Key)) < 0;
+  }
+};
+
+std::mutex g_mutex;
+std::map<std::pair<int, Key>, Choice, KeyOrder>& table() {
+  static std::map<std::pair<int, Key>, Choice, KeyOrder> choices;
+  return choices;
+}
+
+void keep(int device, const Key& key, Choice choice) {
+  const std::lock_guard lock(g_mutex);
+  table()[{device, key}] = std::move(choice);
+  g_choices.fetch_add(1);
+}
+
+template <typename T>
+std::string to_hex(const T& value) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::array<unsigned char, sizeof value> bytes;
+  std::memcpy(bytes.data(), &value, sizeof value);
+  std::string text;
+  for (const unsigned char byte : bytes) {
+    text += kDigits[byte >> 4];
+    text += kDigits[byte & 15];
+  }
+  return text;
+}
+
+template <typename T>
+void from_hex(const std::string& text, T& value, const char* name) {
+  NF_CHECK(text.size() == 2 * sizeof value &&
+               text.find_first_not_of("0123456789abcdef") == std::string::npos,
+           "load_plans: expected ", 2 * sizeof value, " hexadecimal digits as ", name, ", got ",
+           text.size(), " characters (the file is of another version of narrowfloat)");
+  std::array<unsigned char, sizeof value> bytes;
+  const auto digit = [](char c) { return c <= '9' ? c - '0' : c - 'a' + 10; };
+  for (size_t i = 0; i < sizeof value; ++i) {
+    bytes[i] = static_cast<unsigned char>(digit(text[2 * i]) << 4 | digit(text[2 * i + 1]));
+  }
+  std::memcpy(&value, bytes.data(), sizeof value);
+}
+
+// A copy of a product's result.
+class Copy {
+ public:
+  Copy(const void* of, size_t bytes, cudaStream_t stream) : stream_(stream) {
+    NF_CUDA(cudaMallocAsync(&memory_, bytes, stream));
+    NF_CUDA(cudaMemcpyAsync(memory_, of, bytes, cudaMemcpyDeviceToDevice, stream));
+  }
+  Copy(const Copy&) = delete;
+  Copy& operator=(const Copy&) = delete;
+  ~Copy() { cudaFreeAsync(memory_, stream_); }
+  const void* get() const { return memory_; }
+
+ private:
+  cudaStream_t stream_;
+  void* memory_ = nullptr;
+};
+
+// Two sums of the same products in fp32, rounded to 8 bits, differ by about 2^-10 of their norm; a
+// candidate that drops part of K by orders more.
+constexpr double kSame = 1e-2;
+
+}  // namespace
+
+bool tuning(int device) {
+  if (g_tuning.load(std::memory_order_relaxed) == 0) return false;
+  return device_of(device).capability >= 90 || g_tuning_older.load() > 0;
+}
+
+void start_tuning(bool older_devices) {
+  g_tuning.fetch_add(1);
+  if (older_devices) g_tuning_older.fetch_add(1);
+}
+
+void stop_tuning(bool older_devices) {
+  if (older_devices) g_tuning_older.fetch_sub(1);
+  g_tuning.fetch_sub(1);
+}
+
+bool measure_candidates(cublasLtHandle_t handle, Plan& plan, const Matmul& p, void* workspace,
+                        int device, cudaStream_t stream) {
+  constexpr int kMost = 8, kRounds = 7;
+  constexpr double kGain = .98;   // of the first one's time
+  constexpr double kRunUs = 100;  // of one timed run, so that the events' own time is small
+  std::vector<Candidate> candidates = candidates_for(handle, plan, p, device, kMost);
+  const auto run = [&](const Candidate& c) {
+    return plan.launch(handle, p, c, workspace, stream) == CUBLAS_STATUS_SUCCESS;
+  };
+  const auto first_failed = [&] {
+    throw std::runtime_error(message("narrowfloat: cublasLtMatmul failed for ", describe(p)));
+  };
+
+  // the first is the measure of the others
+  if (!run(candidates[0])) first_failed();
+  const size_t bytes = static_cast<size_t>(p.a.rows * p.ldd * size_of(p.d_type));
+  const Copy first(p.d, bytes, stream);
+  double norm = 0, apart = 0;
+  const auto compare = [&] {
+    difference(first.get(), p.d, p.d_type, p.a.rows, p.b.rows, p.ldd, norm, apart, stream);
+  };
+  compare();
+  if (!std::isfinite(norm) || norm == 0) return false;
+  std::vector<Candidate> right{candidates[0]};
+  for (size_t i = 1; i < candidates.size(); ++i) {
+    NF_CUDA(cudaMemsetAsync(p.d, 0xff, bytes, stream));  // NaN: what is not written shows
+    if (!run(candidates[i])) {
+      cudaGetLastError();
+      continue;
+    }
+    compare();
+    if (apart <= kSame * kSame * norm) right.push_back(candidates[i]);  // NaN is not
+  }
+
+  // in turns, so that what drifts is the same for all
+  Event begin, end;
+  const auto time = [&](const Candidate& c, int times) {
+    NF_CUDA(cudaEventRecord(begin.value, stream));
+    for (int i = 0; i < times; ++i) {
+      if (!run(c)) first_failed();
+    }
+    NF_CUDA(cudaEventRecord(end.value, stream));
+    NF_CUDA(cudaEventSynchronize(end.value));
+    float ms = 0;
+    NF_CUDA(cudaEventElapsedTime(&ms, begin.value, end.value));
+    return 1e3 * static_cast<double>(ms) / times;
+  };
+  time(right[0], 3);
+  const int times = static_cast<int>(std::clamp(kRunUs / std::max(time(right[0], 3), .1), 1., 50.));
+  std::vector<std::vector<double>> us(right.size());
+  for (int round = 0; round < kRounds; ++round) {
+    for (size_t i = 0; i < right.size(); ++i) us[i].push_back(time(right[i], times));
+  }
+  std::vector<double> median;
+  for (auto& all : us) {
+    std::nth_element(all.begin(), all.begin() + kRounds / 2, all.end());
+    median.push_back(all[kRounds / 2]);
+  }
+  size_t best = std::min_element(median.begin(), median.end()) - median.begin();
+  if (median[best] > kGain * median[0]) best = 0;
+  plan.chosen = right[best];
+  keep(device, key_of(p), {right[best], describe(p), median[0], median[best]});
+  return true;
+}
+
+int64_t choices() { return g_choices.load(std::memory_order_relaxed); }
+
+std::optional<Candidate> choice_for(const Key& key, int device) {
+  const std::lock_guard lock(g_mutex);
+  const auto found = table().find({device, key});
+  if (found == table().end()) return std::nullopt;
+  return found->second.candidate;
+}
+
+std::vector<SavedChoice> saved_choices() {
+  const std::lock_guard lock(g_mutex);
+  std::vector<SavedChoice> saved;
+  for (const auto& [at, choice] : table()) {
+    saved.push_back({at.first, to_hex(at.second), to_hex(choice.candidate.algorithm), choice.what,
+                     choice.first_us, choice.chosen_us});
+  }
+  return saved;
+}
+
+void load_choice(int device, const std::string& key, const std::string& algorithm,
+                 const std::string& what) {
+  Key k;
+  Choice choice{{}, what, 0, 0};
+  from_hex(key, k, "key");
+  from_hex(algorithm, choice.candidate.algorithm, "algorithm");
+  keep(device, k, std::move(choice));
+}
+
+}  // namespace narrowfloat
