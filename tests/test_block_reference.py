@@ -7,6 +7,8 @@ import math
 import struct
 from fractions import Fraction
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
@@ -208,8 +210,6 @@ def test_scales_are_rounded_up(name: str) -> None:
 
 def test_properties_of_any_block() -> None:
     """Whatever the bits: no NaN from finite values, an error within half a step, signs kept."""
-    hypothesis = pytest.importorskip("hypothesis")
-    st = hypothesis.strategies
     floats = st.integers(0, 0xFFFFFFFF).map(
         lambda bits: struct.unpack("<f", struct.pack("<I", bits))[0]
     )

@@ -182,6 +182,15 @@ def test_fp4_recipes_leave_the_last_block_too() -> None:
         model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
 
 
+@pytest.mark.parametrize("recipe", ["fp8_row", "fp8_block_bf16_wgrad", "mxfp8"])
+def test_recipes_with_finer_scales_take_every_block(recipe: str) -> None:
+    model = demo.build(TINY, 0, recipe, CPU)
+    made = [n for n, m in model.named_modules() if isinstance(m, demo.narrowfloat.Linear)]
+    assert len(made) == 4 * TINY.layers
+    assert all(str(model.get_submodule(n).recipe) == recipe for n in made)
+    model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+
+
 def test_a_recipe_starts_from_the_baselines_weights_and_leaves_the_head() -> None:
     base, ours = (demo.build(TINY, 0, recipe, CPU) for recipe in ("fp32", "fp8"))
     theirs = base.state_dict()

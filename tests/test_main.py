@@ -101,6 +101,16 @@ def test_an_older_card_beside_a_good_one(world: World) -> None:
     assert "cuda:0: fp8 does not run" in wrong and "sm_80" in wrong and "cuda:1" not in wrong
 
 
+def test_what_a_chip_never_runs_is_not_wrong(world: World) -> None:
+    """fp8_block on Blackwell: said, with what runs instead, and no fault of the machine."""
+    code, out = world((12, 0), module=binary())()
+    assert code == 0 and "fp8_block: no; recipe fp8_block does not run on sm_120" in out
+    assert "fp8_block_pow2: native" in out and "Nothing is wrong here." in out
+    code, out = world((9, 0), module=binary(cublaslt_version=120804))()
+    assert code == 0 and "fp8_block: no" in out  # a newer library would
+    assert "cuda:0: fp8_block does not run" in out.split("Wrong here:")[1]
+
+
 def test_only_an_older_card(world: World) -> None:
     code, out = world((8, 6), module=binary())()
     assert code == 1 and "cuda:0 is sm_86" in out.split("Wrong here:")[1]

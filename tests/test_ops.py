@@ -9,7 +9,16 @@ import torch
 
 import narrowfloat as nf
 from narrowfloat import ops
-from narrowfloat.settings import Backward, Forward, FP4Layer, FP4Quantize, Orientation
+from narrowfloat.settings import (
+    Backward,
+    BlockLayer,
+    BlockOrientation,
+    BlockQuantize,
+    Forward,
+    FP4Layer,
+    FP4Quantize,
+    Orientation,
+)
 
 
 def calls() -> dict[str, tuple]:
@@ -21,6 +30,9 @@ def calls() -> dict[str, tuple]:
     random = Orientation(True, stochastic=True)
     fp4 = FP4Layer(two_d_w=True, rotate=True, stochastic_dy=True, wanted=True, dw_dtype=x.dtype)
     saved = ops.fp4_linear_forward(x, w, None, fp4.pack())[1:]
+    by_row = BlockOrientation(1)
+    block = BlockLayer(1, 1, 1, wanted=True, keep_w=True, dw_dtype=x.dtype)
+    kept = ops.block_linear_forward(x, w, None, block.pack())[1:]
     return {
         "quantize": (ops.quantize_op, (x, 0, True, True, scale)),
         "scaled_mm": (ops.scaled_mm_op, (q, w_rows, scale, w_scale, None, torch.float32, False)),
@@ -38,6 +50,12 @@ def calls() -> dict[str, tuple]:
         "fp4_linear_backward": (
             ops.fp4_linear_backward,
             (dy, *saved, w, seed, 32, fp4.pack()),
+        ),
+        "block_quantize": (ops.block_quantize_op, (x, BlockQuantize(by_row, by_row).pack())),
+        "block_linear_forward": (ops.block_linear_forward, (x, w, w[:, 0], block.pack())),
+        "block_linear_backward": (
+            ops.block_linear_backward,
+            (dy, *kept[:2], w, kept[2], 32, block.pack()),
         ),
     }
 

@@ -8,9 +8,18 @@ import re
 
 import torch
 
-from narrowfloat import settings
+from narrowfloat import formats, settings
 from narrowfloat.formats import HIGH_PRECISION
-from narrowfloat.settings import Backward, Forward, FP4Layer, FP4Quantize, Orientation
+from narrowfloat.settings import (
+    Backward,
+    BlockLayer,
+    BlockOrientation,
+    BlockQuantize,
+    Forward,
+    FP4Layer,
+    FP4Quantize,
+    Orientation,
+)
 
 HEADER = pathlib.Path(__file__).parents[1] / "csrc" / "settings.h"
 
@@ -80,3 +89,43 @@ def test_fp4_bits_are_the_contracts() -> None:
     assert FP4Layer(wanted=True).pack() == settings.SAVE_X
     layer = FP4Layer(dw_dtype=torch.float32, db_dtype=torch.float16)
     assert layer.pack() == settings.DW[torch.float32] | settings.DB[torch.float16]
+
+
+def test_every_block_choice_comes_back() -> None:
+    flags = (False, True)
+    for how in itertools.product(range(5), flags, flags, flags):
+        choice = BlockQuantize(BlockOrientation(*how), BlockOrientation(4 - how[0], *how[3:0:-1]))
+        assert BlockQuantize.unpack(choice.pack()) == choice
+    dtypes = (None, torch.float32, torch.bfloat16, torch.float16)
+    packed = {}
+    for choice in itertools.product((0, 4), (1, 3), (2, 4), *[flags] * 6, dtypes, dtypes):
+        packed[BlockLayer(*choice).pack()] = BlockLayer(*choice)
+    assert len(packed) == 2**9 * 16
+    assert all(BlockLayer.unpack(bits) == choice for bits, choice in packed.items())
+
+
+def test_block_bits_are_the_contracts() -> None:
+    """csrc/block_linear.cpp and block_quantize.h name the same."""
+    for code in range(5):
+        assert BlockLayer(code).pack() == code and BlockLayer(0, code).pack() == code << 3
+        assert BlockLayer(0, 0, code).pack() == code << 6
+    for bit, field in (
+        (9, "e5m2_dy"),
+        (10, "wanted"),
+        (11, "fast_fprop"),
+        (20, "fast_dgrad"),
+        (21, "fast_wgrad"),
+        (22, "keep_w"),
+    ):
+        assert BlockLayer(**{field: True}).pack() == 1 << bit  # type: ignore[arg-type]
+    both = BlockLayer(dw_dtype=torch.float32, db_dtype=torch.float16)
+    assert both.pack() == settings.DW[torch.float32] | settings.DB[torch.float16]
+    for bit, field in ((3, "operand"), (4, "e5m2"), (5, "square")):
+        one = BlockOrientation(**{field: True})  # type: ignore[arg-type]
+        assert BlockQuantize(one).pack() == 1 << bit
+        assert BlockQuantize(columns=one).pack() == 1 << bit + 8
+    header = (HEADER.parent / "block_quantize.h").read_text()
+    found = re.search(r"enum class Scaling : int \{ (.*?) \}", header)
+    codes = {"none": 0, "row": 1, "block": 2, "pow2": 3, "mx": 4}
+    assert found and found[1] == ", ".join(f"{name} = {code}" for name, code in codes.items())
+    assert [s.code for s in formats.SCALINGS.values()] == list(codes.values())

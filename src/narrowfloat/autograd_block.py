@@ -17,7 +17,8 @@ class BlockLinearFunction(torch.autograd.Function):
 
     Saved for dw: x's columns [K, M] as FP8 codes with their scales, 1.03 byte an element at most;
     x itself where wgrad is in bf16. Saved for dx: w itself, which costs nothing, and the largest
-    values of its columns where it is scaled by row. Nothing is saved for a gradient that nobody needs.
+    values of its columns where it is scaled by row. Nothing is saved for a gradient that nobody
+    needs.
     """
 
     @staticmethod

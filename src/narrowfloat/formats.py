@@ -57,7 +57,7 @@ class Scaling(NamedTuple):
     """One row of the table of how finely an FP8 operand is scaled in a product of its own."""
 
     name: str  # as BlockRecipe calls it
-    code: int  # as the operators and csrc call it; block_settings.h holds the same numbers
+    code: int  # as the operators call it; block_quantize.h holds the same numbers
     format: str  # as quantize() and the recipe of all three products call it
     block: int  # elements along the contraction that share a scale; 0: all of a row
     square: bool  # whether w's blocks are block x block
