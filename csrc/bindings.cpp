@@ -1,11 +1,15 @@
 // Decides what Python can ask the binary that is not about tensors: versions and counters.
 #include <cuda_runtime.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <cmath>
 #include <utility>
+#include <vector>
 
 #include "check.h"
 #include "cublaslt.h"
+#include "history.h"
 
 namespace py = pybind11;
 
@@ -54,6 +58,16 @@ PYBIND11_MODULE(_C, m) {
         "Products that found a cached plan (hits) or made one (misses).");
   m.def("take_error", &take_error,
         "(kind, text) of this thread's last error: 1 ValueError, 2 TypeError, 3 OutOfMemoryError.");
+  m.def(
+      "roll_histories",
+      [](const std::vector<uintptr_t>& layers, int rows, int width, bool latest, int margin,
+         uintptr_t stream) {
+        narrowfloat::roll_histories(layers, {rows, width, latest, std::ldexp(1.f, margin)},
+                                    reinterpret_cast<cudaStream_t>(stream));
+      },
+      py::arg("layers"), py::arg("rows"), py::arg("width"), py::arg("latest"), py::arg("margin"),
+      py::arg("stream"),
+      "New scales from the histories at these addresses, of the current device, on a raw stream.");
   m.def("capture_id", &capture_id, py::arg("stream"),
         "Of the capture that the raw stream is in, 0 if it is in none.");
 }

@@ -3,13 +3,14 @@
 from . import _binary as _binary
 from . import ops as ops
 from ._version import __version__
-from .autograd import LinearFunction, linear, matmul
+from .autograd import DelayedLinearFunction, LinearFunction, linear, matmul
 from .autograd_fp4 import FP4LinearFunction
 from .convert import Report, convert, plan
 from .fp4_weights import PackedFP4Linear
+from .history import step
 from .modules import FP4Linear, FP8Linear, Linear
 from .quantized import FP4Tensor, QuantizedTensor, quantize
-from .recipe import RECIPES, FP4Recipe, Gemm, Recipe
+from .recipe import RECIPES, Delayed, FP4Recipe, Gemm, Recipe
 from .reuse import reuse_weights
 from .seeds import (
     FP4DequantizeFunction,
@@ -29,6 +30,8 @@ from .support import Support, supported
 
 __all__ = [
     "RECIPES",
+    "Delayed",
+    "DelayedLinearFunction",
     "FP4DequantizeFunction",
     "FP4Linear",
     "FP4LinearFunction",
@@ -61,5 +64,6 @@ __all__ = [
     "plan",
     "quantize",
     "reuse_weights",
+    "step",
     "supported",
 ]
