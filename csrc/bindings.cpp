@@ -1,12 +1,16 @@
 // Decides what Python can ask the binary that is not about tensors: versions and counters.
 #include <cuda_runtime.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <cmath>
 #include <utility>
+#include <vector>
 
 #include "block_route.h"
 #include "check.h"
 #include "cublaslt.h"
+#include "history.h"
 #include "tune.h"
 
 namespace py = pybind11;
@@ -81,6 +85,16 @@ PYBIND11_MODULE(_C, m) {
         "[(device, key, algorithm, product, first_us, us)] of all that were measured or loaded.");
   m.def("load_plan", &narrowfloat::load_choice, py::arg("device"), py::arg("key"),
         py::arg("algorithm"), py::arg("product"), "A plan of another process, for a device.");
+  m.def(
+      "roll_histories",
+      [](const std::vector<uintptr_t>& layers, int rows, int width, bool latest, int margin,
+         uintptr_t stream) {
+        narrowfloat::roll_histories(layers, {rows, width, latest, std::ldexp(1.f, margin)},
+                                    reinterpret_cast<cudaStream_t>(stream));
+      },
+      py::arg("layers"), py::arg("rows"), py::arg("width"), py::arg("latest"), py::arg("margin"),
+      py::arg("stream"),
+      "New scales from the histories at these addresses, of the current device, on a raw stream.");
   m.def("capture_id", &capture_id, py::arg("stream"),
         "Of the capture that the raw stream is in, 0 if it is in none.");
 }

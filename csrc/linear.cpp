@@ -1,5 +1,6 @@
 // Decides how a linear layer's forward and backward are put together, each in one call.
 #include <algorithm>
+#include <utility>
 
 #include "cublaslt.h"
 #include "ops.h"
@@ -31,12 +32,40 @@ void check_codes(const Tensor& q, int64_t rows, int64_t cols, Element element, c
            "] in the recipe's format, as narrowfloat::quantize returns it");
 }
 
-}  // namespace
+// The histories of a layer's tensors, a row each.
+constexpr int64_t kHistories = 3;
+enum Tracked { kX = 0, kW = 1, kDy = 2 };
 
-std::tuple<Tensor, Tensor, Tensor> linear_forward(const Tensor& x, const Tensor& w,
-                                                  std::optional<Tensor> bias,
-                                                  std::optional<Tensor> w_rows,
-                                                  std::optional<Tensor> w_scale, int64_t settings) {
+class LayerHistory {
+ public:
+  LayerHistory() = default;  // none: a tensor is measured before it is quantized
+  LayerHistory(const Tensor& rows, const Tensor& as, int64_t settings, const char* op) {
+    check_same_device(rows, as, op, "history");
+    NF_CHECK(rows.dim() == 2 && rows.size(0) == kHistories && rows.size(1) > kHistoryFirst &&
+                 rows.size(1) <= kHistoryFirst + kLongestHistory && rows.is_contiguous() &&
+                 rows.scalar_type() == ScalarType::Int,
+             op, ": expected history as int32 [", kHistories, ", 5 to ",
+             kHistoryFirst + kLongestHistory, "], contiguous, got ", dtype_name(rows.scalar_type()),
+             " ", shape_of(rows));
+    first_.row = static_cast<float*>(rows.data_ptr());
+    first_.width = static_cast<int>(rows.size(1));
+    first_.guarded = (settings & kGuarded) != 0;
+    first_.joins = (settings & kJoins) != 0;
+  }
+  History of(Tracked tensor) const {
+    History h = first_;
+    if (h.row) h.row += static_cast<int64_t>(tensor) * h.width;
+    return h;
+  }
+
+ private:
+  History first_;
+};
+
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& w,
+                                           std::optional<Tensor> bias, std::optional<Tensor> w_rows,
+                                           std::optional<Tensor> w_scale,
+                                           const LayerHistory& history, int64_t settings) {
   constexpr const char* op = "linear";
   NF_CHECK(x.is_cuda(), op, ": expected ", w.is_cuda() ? "w" : "bias",
            " on cpu as x is, got cuda (move one of them)");
@@ -82,10 +111,12 @@ std::tuple<Tensor, Tensor, Tensor> linear_forward(const Tensor& x, const Tensor&
   int count = 0;
   jobs[count++] =
       xm.job(x_element, kInScratch, save_x ? x_columns.data_ptr() : nullptr, x_scale, false);
+  jobs[0].history = history.of(kX);
   std::optional<Matrix> wm;
   if (!reused) {
     wm.emplace(w, op, "w");
-    jobs[count++] = wm->job(w_element, kInScratch, nullptr, x_scale + kWScale, false);
+    jobs[count] = wm->job(w_element, kInScratch, nullptr, x_scale + kWScale, false);
+    jobs[count++].history = history.of(kW);
   }
   const int64_t partials = scratch.add(plan_quantize(jobs, count, on.device).scratch_bytes);
   scratch.allocate(on.device);
@@ -98,10 +129,12 @@ std::tuple<Tensor, Tensor, Tensor> linear_forward(const Tensor& x, const Tensor&
   return {y, x_columns, scales};
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_backward(
-    const Tensor& dy, std::optional<Tensor> x_columns, std::optional<Tensor> scales,
-    std::optional<Tensor> w, std::optional<Tensor> w_columns, std::optional<Tensor> w_scale,
-    int64_t in_features, int64_t settings) {
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy, std::optional<Tensor> x_columns,
+                                            std::optional<Tensor> scales, std::optional<Tensor> w,
+                                            std::optional<Tensor> w_columns,
+                                            std::optional<Tensor> w_scale,
+                                            const LayerHistory& history, int64_t in_features,
+                                            int64_t settings) {
   constexpr const char* op = "linear_backward";
   const Launch on(dy, op, "dy");
   const Matrix dym(dy, op, "dy");
@@ -175,11 +208,16 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
   int count = 0;
   jobs[count++] = dym.job(dy_element, need_dx ? kInScratch : nullptr,
                           need_dw ? kInScratch : nullptr, nullptr, !(need_dx || need_dw));
+  if (need_dx || need_dw) jobs[0].history = history.of(kDy);
   if (need_db) {
     jobs[0].column_sums = db.data_ptr();
     jobs[0].sums_type = *wanted.db;
   }
-  if (wm) jobs[count++] = wm->job(w_element, nullptr, kInScratch, kInScratch, w_measured);
+  if (wm) {
+    jobs[count] = wm->job(w_element, nullptr, kInScratch, kInScratch, w_measured);
+    if (!w_measured) jobs[count].history = history.of(kW);
+    ++count;
+  }
   const int64_t partials = scratch.add(plan_quantize(jobs, count, on.device).scratch_bytes);
   scratch.allocate(on.device);
 
@@ -199,6 +237,40 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
   if (need_dx) dgrad.run(dgrad_a, dgrad_b, dx.data_ptr(), scratch, workspace, on);
   if (need_dw) wgrad.run(wgrad_a, wgrad_b, dw.data_ptr(), scratch, workspace, on);
   return {dx, dw, db};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> linear_forward(const Tensor& x, const Tensor& w,
+                                                  std::optional<Tensor> bias,
+                                                  std::optional<Tensor> w_rows,
+                                                  std::optional<Tensor> w_scale, int64_t settings) {
+  return forward(x, w, std::move(bias), std::move(w_rows), std::move(w_scale), {}, settings);
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_backward(
+    const Tensor& dy, std::optional<Tensor> x_columns, std::optional<Tensor> scales,
+    std::optional<Tensor> w, std::optional<Tensor> w_columns, std::optional<Tensor> w_scale,
+    int64_t in_features, int64_t settings) {
+  return backward(dy, std::move(x_columns), std::move(scales), std::move(w), std::move(w_columns),
+                  std::move(w_scale), {}, in_features, settings);
+}
+
+std::tuple<Tensor, Tensor, Tensor> delayed_linear_forward(const Tensor& x, const Tensor& w,
+                                                          std::optional<Tensor> bias,
+                                                          Tensor history, int64_t settings) {
+  return forward(x, w, std::move(bias), std::nullopt, std::nullopt,
+                 LayerHistory(history, x, settings, "linear"), settings);
+}
+
+std::tuple<Tensor, Tensor, Tensor> delayed_linear_backward(const Tensor& dy,
+                                                           std::optional<Tensor> x_columns,
+                                                           std::optional<Tensor> scales,
+                                                           std::optional<Tensor> w, Tensor history,
+                                                           int64_t in_features, int64_t settings) {
+  return backward(dy, std::move(x_columns), std::move(scales), std::move(w), std::nullopt,
+                  std::nullopt, LayerHistory(history, dy, settings, "linear_backward"), in_features,
+                  settings);
 }
 
 }  // namespace narrowfloat

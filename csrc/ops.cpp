@@ -380,6 +380,8 @@ STABLE_TORCH_LIBRARY_IMPL(narrowfloat, CUDA, m) {
   m.impl("scaled_mm_accumulate_", TORCH_BOX(&narrowfloat::scaled_mm_accumulate_op));
   m.impl("linear_forward", TORCH_BOX(&narrowfloat::linear_forward));
   m.impl("linear_backward", TORCH_BOX(&narrowfloat::linear_backward));
+  m.impl("delayed_linear_forward", TORCH_BOX(&narrowfloat::delayed_linear_forward));
+  m.impl("delayed_linear_backward", TORCH_BOX(&narrowfloat::delayed_linear_backward));
   m.impl("fp4_quantize", TORCH_BOX(&narrowfloat::fp4_quantize_op));
   m.impl("fp4_linear_forward", TORCH_BOX(&narrowfloat::fp4_linear_forward));
   m.impl("fp4_linear_backward", TORCH_BOX(&narrowfloat::fp4_linear_backward));

@@ -108,6 +108,16 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
     std::optional<Tensor> w, std::optional<Tensor> w_columns, std::optional<Tensor> w_scale,
     int64_t in_features, int64_t settings);
 
+// With scales of the calls before: `history` is int32 [3, width], History's rows of x, w and dy.
+std::tuple<Tensor, Tensor, Tensor> delayed_linear_forward(const Tensor& x, const Tensor& w,
+                                                          std::optional<Tensor> bias,
+                                                          Tensor history, int64_t settings);
+std::tuple<Tensor, Tensor, Tensor> delayed_linear_backward(const Tensor& dy,
+                                                           std::optional<Tensor> x_columns,
+                                                           std::optional<Tensor> scales,
+                                                           std::optional<Tensor> w, Tensor history,
+                                                           int64_t in_features, int64_t settings);
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fp4_quantize_op(const Tensor& x,
                                                                    std::optional<Tensor> seed,
                                                                    int64_t settings);

@@ -54,7 +54,7 @@ int64_t resident_blocks(int device) {
 // multiprocessors, and the first is fetched before the maxima are known. 64 rows of fp32 fill a
 // thread's registers.
 int tile_rows(const QuantizePlan& plan, const QuantizeStep& step) {
-  if (step.small) return kRowsOfSmall;
+  if (step.measured == Measured::within) return kRowsOfSmall;
   if (plan.job[step.first].type == Real::f32) return 64;
   return tiles_of(plan, step, 128) <= resident_blocks(plan.device) * 3 / 2 ? 64 : 128;
 }
@@ -119,9 +119,13 @@ struct Partials {
 Partials partials_of(const QuantizePlan& plan, const QuantizeStep& step, int j) {
   const QuantizeJob& job = plan.job[j];
   Partials p;
-  if (step.small) {
+  if (step.measured == Measured::within) {
     if (!job.scale_given) p.amax_count = static_cast<int>(tiles_of(job, kRowsOfSmall));
     if (job.column_sums) p.sum_count = ceil_div(job.rows, kRowsOfSmall);
+  } else if (step.measured == Measured::meanwhile) {
+    const int rows = tile_rows(plan, step);
+    if (!job.scale_given) p.amax_count = grid_for(tiles_of(plan, step, rows), plan.device);
+    if (job.column_sums) p.sum_count = ceil_div(job.rows, rows);
   } else {
     const MeasureShape shape = measure_shape(plan, step, j);
     if (!job.scale_given) p.amax_count = shape.blocks;
@@ -144,6 +148,7 @@ JobParams params_of(const QuantizeJob& job) {
   p.format = job.format;
   p.sums_type = job.sums_type;
   p.scale_given = job.scale_given;
+  p.history = job.history;
   return p;
 }
 
@@ -205,8 +210,14 @@ void run(const QuantizePlan& plan, const QuantizeStep& step, void* scratch, cuda
     before += job.tiles;
   }
   const QuantizeJob& first = plan.job[step.first];
-  if (step.small) {
+  if (step.measured == Measured::within) {
     launch_measure_and_quantize(params, first.type, vectors(first), stream);
+    return;
+  }
+  if (step.measured == Measured::meanwhile) {
+    launch_quantize_and_measure(params, first.type, rows, vectors(first), grid, stream);
+    launch_quantize(params, first.type, rows, device_of(plan.device).overlaps, vectors(first), grid,
+                    stream);
     return;
   }
   const bool measured = measure(plan, step, scratch, stream);
@@ -230,14 +241,28 @@ bool small(const QuantizePlan& plan, int first, int count) {
          device_of(plan.device).cooperative;
 }
 
+Measured measured(const QuantizePlan& plan, int first, int count) {
+  if (small(plan, first, count)) return Measured::within;
+  for (int j = first; j < first + count; ++j) {
+    if (plan.job[j].history.row) return Measured::meanwhile;
+  }
+  return Measured::before;
+}
+
+// Its scale is known, or guessed, before it is measured.
+bool begins_at_once(const QuantizeJob& job) { return job.history.row || job.scale_given; }
+
 // Tensors of one type are quantized together: fewer launches, and their ends overlap.
 void choose_steps(QuantizePlan& plan) {
   const QuantizeJob &a = plan.job[0], &b = plan.job[1];
-  if (plan.count == 2 && a.type == b.type && vectors(a) == vectors(b)) {
-    plan.step[plan.steps++] = {0, 2, small(plan, 0, 2)};
+  const bool alike =
+      a.type == b.type && vectors(a) == vectors(b) &&
+      ((!a.history.row && !b.history.row) || (begins_at_once(a) && begins_at_once(b)));
+  if (plan.count == 2 && alike) {
+    plan.step[plan.steps++] = {0, 2, measured(plan, 0, 2)};
     return;
   }
-  for (int j = 0; j < plan.count; ++j) plan.step[plan.steps++] = {j, 1, small(plan, j, 1)};
+  for (int j = 0; j < plan.count; ++j) plan.step[plan.steps++] = {j, 1, measured(plan, j, 1)};
 }
 
 }  // namespace
@@ -248,6 +273,8 @@ QuantizePlan plan_quantize(const QuantizeJob* jobs, int count, int device) {
   plan.count = count;
   plan.device = device;
   for (int j = 0; j < count; ++j) {
+    NF_CHECK(!jobs[j].history.row || (writes(jobs[j]) && !jobs[j].scale_given),
+             "quantize: expected a tensor with a history to be quantized by it");
     if (sums_apart(jobs[j])) plan.sums_job[j] = jobs[j];
     plan.job[j] = row_major(jobs[j]);
   }

@@ -16,6 +16,25 @@ constexpr int64_t kPad = 16;  // every quantized copy is zero-padded to multiple
 constexpr int64_t padded(int64_t size) { return (size + kPad - 1) / kPad * kPad; }
 inline int64_t size_of(Real type) { return type == Real::f32 ? 4 : 2; }
 
+// What is known of a tensor from steps before, on the device, one row of fp32 a tensor:
+//   [0] the amax that its scale covers, 0: none yet
+//   [1] the amax of all calls since the histories rolled
+//   [2] kHistoryMark ^ the bits of [0]; anything else: the row says nothing, as fresh memory does
+//   [3] 0
+//   [4 ...] the amax of each step before, the newest first
+// So a tensor is quantized while it is measured. It is quantized again in the same call, decided on
+// the device, where there is no scale yet, where it holds a NaN or an Inf, which a scale of before
+// would hide, and, if guarded, where it outgrew what the scale covers.
+struct History {
+  float* row = nullptr;
+  int width = 0;  // of the row
+  bool guarded = false;
+  bool joins = false;  // this call counts for the scales to come
+};
+constexpr uint32_t kHistoryMark = 0x6e666831u;
+constexpr int kHistoryFirst = 4;
+constexpr int kLongestHistory = 1024;
+
 // One tensor to quantize with one scale.
 struct QuantizeJob {
   const void* x;  // [rows, cols], element (r, c) at r * row_stride + c * col_stride
@@ -28,14 +47,22 @@ struct QuantizeJob {
   bool scale_given;
   void* column_sums;  // [cols], sum over the rows of x, or null
   Real sums_type;
+  History history;  // instead of a scale given
 };
 
 constexpr int kMaxJobs = 2;
 
-// One launch that quantizes, after one that measures where it does not do so itself.
+// How the tensors of a step are measured.
+enum class Measured {
+  before,     // by a launch of their own
+  within,     // by the launch that quantizes: a grid so small that it keeps them meanwhile
+  meanwhile,  // by a first launch that quantizes with the scales of before; a second one, which
+              // mostly has nothing to do, where they do not hold
+};
+
 struct QuantizeStep {
   int first, count;  // jobs
-  bool small;        // so small that it does
+  Measured measured;
 };
 
 // How a call will run, decided before its scratch is allocated.

@@ -160,11 +160,43 @@ __device__ inline void sum_tile(const JobParams& job, const Tile<kRows>& tile,
   }
 }
 
-// The jobs' scales, in every thread, from the partial maxima or as given. One warp a block reads
-// the partials, several a lane at once: all blocks do so together, and more of them queue at the
-// few L2 lines that hold them.
-__device__ inline void resolve_scales(const QuantizeParams& p, float (&multiplier)[kMaxJobs]) {
+// The amax that the scale of a tensor's history covers; 0 where it says nothing.
+__device__ inline float covered_by(const History& history) {
+  const float covered = __ldcg(history.row);
+  const uint32_t mark = __float_as_uint(__ldcg(history.row + 2));
+  return mark == (kHistoryMark ^ __float_as_uint(covered)) ? covered : 0.f;
+}
+
+// Does a scale for `covered` do for a tensor with this amax?
+__device__ inline bool holds(const History& history, float covered, uint32_t amax_bits) {
+  return covered > 0.f && amax_bits < 0x7f800000u &&
+         (!history.guarded || __uint_as_float(amax_bits) <= covered);
+}
+
+// Counts a call's amax for the scales to come, by one thread a launch. What has an Inf or a NaN
+// does not count: its step is skipped. Another launch may count at the same time.
+__device__ inline void join(const History& history, uint32_t amax_bits) {
+  if (!history.joins || amax_bits >= 0x7f800000u) return;
+  float* const row = history.row;
+  if (__float_as_uint(row[2]) == (kHistoryMark ^ __float_as_uint(row[0]))) {
+    atomicMax(reinterpret_cast<uint32_t*>(row) + 1, amax_bits);
+    return;
+  }
+  for (int i = 3; i < history.width; ++i) row[i] = 0.f;
+  row[1] = __uint_as_float(amax_bits);
+  row[0] = 0.f;
+  __threadfence();  // a row never looks valid before it is
+  row[2] = __uint_as_float(kHistoryMark);
+}
+
+// The jobs' scales, in every thread, from the partial maxima, the history, or as given. One warp a
+// block reads the partials, several a lane at once: all blocks do so together, and more of them
+// queue at the few L2 lines that hold them.
+// done: where the launch before quantized with the scales that the histories gave, and they hold.
+__device__ inline void resolve_scales(const QuantizeParams& p, bool done_by_history,
+                                      float (&multiplier)[kMaxJobs], bool (&done)[kMaxJobs]) {
   __shared__ float shared[kMaxJobs];
+  __shared__ bool shared_done[kMaxJobs];
   if (threadIdx.x < 32) {
     uint32_t bits[kMaxJobs] = {};
     const int longest = max(p.job[0].amax_count, p.job[1].amax_count);
@@ -189,19 +221,28 @@ __device__ inline void resolve_scales(const QuantizeParams& p, float (&multiplie
       const JobParams& job = p.job[j];
       if (job.scale == nullptr) continue;
       float own = job.scale_given ? job.scale[1] : 0.f;
+      bool own_done = job.scale_given && done_by_history;
       if (!job.scale_given) {
-        const float2 s = scale_from_amax(__reduce_max_sync(0xffffffffu, bits[j]), job.format);
+        uint32_t amax = __reduce_max_sync(0xffffffffu, bits[j]);
+        if (job.history.row) {
+          const float covered = covered_by(job.history);
+          const bool keeps = holds(job.history, covered, amax);
+          if (blockIdx.x == 0 && threadIdx.x == 0) join(job.history, amax);
+          if (keeps) amax = __float_as_uint(covered);
+          own_done = keeps && done_by_history;
+        }
+        const float2 s = scale_from_amax(amax, job.format);
         own = s.y;
         if (blockIdx.x == 0 && threadIdx.x == 0) {
           *reinterpret_cast<float4*>(job.scale) = make_float4(s.x, s.y, 0.f, 0.f);
         }
       }
-      if (threadIdx.x == 0) shared[j] = own;
+      if (threadIdx.x == 0) shared[j] = own, shared_done[j] = own_done;
     }
   }
   __syncthreads();
 #pragma unroll
-  for (int j = 0; j < kMaxJobs; ++j) multiplier[j] = shared[j];
+  for (int j = 0; j < kMaxJobs; ++j) multiplier[j] = shared[j], done[j] = shared_done[j];
 }
 
 // The job's tiles that a block owns: every gridDim.x-th from the first.
@@ -258,9 +299,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   __shared__ uint32_t shared[kTileCols * kRows / 4];
   TileShare<T, kRows> share;
   bool fetched = false;
+  const bool again = p.job[0].history.row || p.job[1].history.row;  // where it has to
   if constexpr (kFetchesFirst) {
 #pragma unroll 1
-    for (int j = p.count - 1; j >= 0 && !fetched; --j) {
+    for (int j = p.count - 1; j >= 0 && !fetched && !again; --j) {
       const OwnTiles own(p.job[j]);
       if (own.count == 0) continue;
       share.template load<kVectors>(p.job[j], own.at<kRows>(p.job[j], own.count - 1));
@@ -269,18 +311,59 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
   wait_for_launch_before();
   float multiplier[kMaxJobs];
-  resolve_scales(p, multiplier);
+  bool done[kMaxJobs];
+  resolve_scales(p, again, multiplier, done);
 #pragma unroll 1
   for (int j = p.count - 1; j >= 0; --j) {
     const JobParams& job = p.job[j];
     const OwnTiles own(job);
-    for (uint32_t i = own.count; i-- > 0;) {
+    for (uint32_t i = (j ? done[1] : done[0]) ? 0 : own.count; i-- > 0;) {
       const Tile<kRows> tile = own.at<kRows>(job, i);
       if (!fetched) share.template load<kVectors>(job, tile);
       fetched = false;
       write_tile(job, tile, share, j ? multiplier[1] : multiplier[0], shared);
     }
     write_column_sums(job);
+  }
+}
+
+// Measures up to two tensors and quantizes them with the scales of their histories, from first to
+// last: the end lies in L2 if they do not hold.
+template <typename T, int kRows, bool kVectors>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    narrowfloat_quantize_and_measure(const __grid_constant__ QuantizeParams p) {
+  let_next_launch_start();
+  __shared__ uint32_t shared[kTileCols * kRows / 4];
+  __shared__ uint32_t reduce[kThreads / 32];
+#pragma unroll 1
+  for (int j = 0; j < p.count; ++j) {
+    const JobParams& job = p.job[j];
+    float multiplier = 0.f;
+    if (job.scale_given) {
+      multiplier = job.scale[1];
+    } else if (const float covered = covered_by(job.history); covered > 0.f) {
+      multiplier = scale_from_amax(__float_as_uint(covered), job.format).y;
+    }
+    Amax<T> amax;
+    const OwnTiles own(job);
+    for (uint32_t i = 0; i < own.count; ++i) {
+      const Tile<kRows> tile = own.at<kRows>(job, i);
+      TileShare<T, kRows> share;
+      share.template load<kVectors>(job, tile);
+      if (!job.scale_given) {
+#pragma unroll
+        for (int h = 0; h < TileShare<T, kRows>::kHalves; ++h) {
+#pragma unroll
+          for (int r = 0; r < 4; ++r) amax.add(share.v[h][r]);
+        }
+      }
+      if (job.sum_partials) sum_tile(job, tile, share, reinterpret_cast<float*>(shared));
+      if (multiplier > 0.f) write_tile(job, tile, share, multiplier, shared);
+    }
+    if (job.scale_given) continue;
+    __syncthreads();  // of the job before, `reduce` has been read
+    const uint32_t bits = block_max(amax.bits(), reduce);
+    if (threadIdx.x == 0) job.amax_partials[blockIdx.x] = bits;
   }
 }
 
@@ -307,7 +390,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
   cooperative_groups::this_grid().sync();
   float multiplier[kMaxJobs];
-  resolve_scales(p, multiplier);
+  bool done[kMaxJobs];
+  resolve_scales(p, false, multiplier, done);
   write_tile(job, tile, share, second ? multiplier[1] : multiplier[0], shared);
 #pragma unroll 1
   for (int j = 0; j < p.count; ++j) write_column_sums(p.job[j]);
@@ -323,23 +407,39 @@ void launch_tiles(const QuantizeParams& params, bool overlaps, int blocks, cudaS
   NF_CUDA(cudaLaunchKernelEx(&config, narrowfloat_quantize<T, kRows, kVectors>, params));
 }
 
+// f(type, rows of a tile, vectors) as types; 64 rows of fp32 are the most
+template <typename F>
+void with_tile(Real type, int tile_rows, bool vectors, F&& f) {
+  with_type(type, [&](auto t) {
+    with_bool(vectors, [&](auto v) {
+      if constexpr (sizeof(t) == 2) {
+        if (tile_rows == 128) {
+          f(t, std::integral_constant<int, 128>(), v);
+          return;
+        }
+      }
+      f(t, std::integral_constant<int, 64>(), v);
+    });
+  });
+}
+
 }  // namespace
 
 void launch_quantize(const QuantizeParams& params, Real type, int tile_rows, bool overlaps,
                      bool vectors, int blocks, cudaStream_t stream) {
-  with_type(type, [&](auto t) {
-    using T = decltype(t);
-    with_bool(vectors, [&](auto v) {
-      constexpr bool kVectors = decltype(v)::value;
-      if constexpr (sizeof(T) == 2) {
-        if (tile_rows == 128) {
-          launch_tiles<T, 128, kVectors>(params, overlaps, blocks, stream);
-          return;
-        }
-      }
-      launch_tiles<T, 64, kVectors>(params, overlaps, blocks, stream);
-    });
+  with_tile(type, tile_rows, vectors, [&](auto t, auto rows, auto v) {
+    launch_tiles<decltype(t), decltype(rows)::value, decltype(v)::value>(params, overlaps, blocks,
+                                                                         stream);
   });
+}
+
+void launch_quantize_and_measure(const QuantizeParams& params, Real type, int tile_rows,
+                                 bool vectors, int blocks, cudaStream_t stream) {
+  with_tile(type, tile_rows, vectors, [&](auto t, auto rows, auto v) {
+    narrowfloat_quantize_and_measure<decltype(t), decltype(rows)::value, decltype(v)::value>
+        <<<blocks, kThreads, 0, stream>>>(params);
+  });
+  NF_CUDA(cudaGetLastError());
 }
 
 void launch_measure_and_quantize(const QuantizeParams& params, Real type, bool vectors,

@@ -27,6 +27,7 @@ struct JobParams {
   Element format;
   Real sums_type;
   bool scale_given;
+  History history;
   uint32_t tiles;        // 0 where no copy is wanted
   uint32_t first_block;  // subtracted, modulo the grid, from the block that owns its first tile
 };
@@ -55,6 +56,9 @@ void launch_measure(const MeasureParams& params, Real type, bool vectors, cudaSt
 // overlaps: may start while the measuring launch before it in the stream still runs
 void launch_quantize(const QuantizeParams& params, Real type, int tile_rows, bool overlaps,
                      bool vectors, int blocks, cudaStream_t stream);
+// With the scales of before, measuring meanwhile. A block leaves one maximum a job.
+void launch_quantize_and_measure(const QuantizeParams& params, Real type, int tile_rows,
+                                 bool vectors, int blocks, cudaStream_t stream);
 // a block a tile of kRowsOfSmall rows: no more than the device holds at once
 void launch_measure_and_quantize(const QuantizeParams& params, Real type, bool vectors,
                                  cudaStream_t stream);

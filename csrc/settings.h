@@ -15,6 +15,7 @@ constexpr int64_t kFast = 1 << 8, kFastWgrad = 1 << 9;
 constexpr int64_t kSaveX = 1 << 10, kNeedDx = 1 << 10;
 constexpr int kDwShift = 12, kDbShift = 16;
 constexpr int64_t kTypeBits = 15;
+constexpr int64_t kGuarded = 1 << 20, kJoins = 1 << 21;  // scales of the calls before
 
 inline Element element_of(int64_t format, const char* op) {
   NF_CHECK(format == 0 || format == 1, op, ": expected format 0 (e4m3) or 1 (e5m2), got ", format);

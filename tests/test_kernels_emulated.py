@@ -15,6 +15,8 @@ from conftest import assert_same_bits
 
 from narrowfloat import reference
 from narrowfloat.formats import BY_CODE, padded
+from narrowfloat.reference_delayed import FIRST, MARK, roll, scale_by_history
+from narrowfloat.settings import GUARDED, JOINS
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -31,16 +33,21 @@ class Job(ctypes.Structure):
         ("scale_given", ctypes.c_int64),
         ("column_sums", ctypes.c_void_p),
         ("sums_type", ctypes.c_int64),
+        ("history", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("width", "guarded", "joins")),
     ]
 
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory):
     library = emulated.build(
-        tmp_path_factory.mktemp("emulation"), "entry.cpp", ["measure_kernels", "quantize_kernels"]
+        tmp_path_factory.mktemp("emulation"),
+        "entry.cpp",
+        ["history", "measure_kernels", "quantize_kernels"],
     )
     function = library.run_quantize
     function.restype = ctypes.c_int64
+    function.roll = library.run_roll
     return function
 
 
@@ -55,8 +62,12 @@ class Quantized:
         columns: bool = True,
         scale: torch.Tensor | None = None,
         sums: torch.dtype | None = None,
+        history: torch.Tensor | None = None,
+        settings: int = 0,
     ) -> None:
         m, k = x.shape
+        self.history, self.settings = history, settings
+        self.before = None if history is None else history.clone()
         self.x, self.code, self.given, self.sums_type = x, code, scale is not None, sums
         garbage = lambda *size: torch.full(size, 0xAB, dtype=torch.uint8)  # noqa: E731
         self.rows = garbage(padded(m), padded(k)) if rows else None
@@ -70,10 +81,16 @@ class Quantized:
             at(self.x), TYPES[self.x.dtype], *self.x.shape, *self.x.stride(), self.code,
             at(self.rows), at(self.columns), at(self.scale), int(self.given),
             at(self.sums), TYPES[self.sums_type or torch.float32],
+            at(self.history), 0 if self.history is None else self.history.numel(),
+            int(bool(self.settings & GUARDED)), int(bool(self.settings & JOINS)),
         )  # fmt: skip
 
     def check(self, what: str) -> None:
         given = self.scale if self.given else None
+        if self.history is not None:
+            fmt = BY_CODE[self.code]
+            given = scale_by_history(self.x, fmt, self.before, self.settings)
+            assert_same_bits(self.history, self.before, f"{what} history")
         want = reference.quantize(self.x, self.code, True, True, given)
         dtype = BY_CODE[self.code].dtype
         assert_same_bits(self.scale, want[2], f"{what} scale")
@@ -220,3 +237,93 @@ def test_what_is_not_written_shows(run) -> None:
     q.scale = reference.quantize(q.x, 0, True, True)[2]
     with pytest.raises(AssertionError, match="rows: .* differ"):
         q.check("a row less")
+
+
+def history(covers: float, *before: float, opened: float = 0.0) -> torch.Tensor:
+    """A row whose scale covers an amax, int32."""
+    row = torch.zeros(FIRST + 5)
+    row[0], row[1], row[FIRST : FIRST + len(before)] = covers, opened, torch.tensor(before)
+    row = row.view(torch.int32)
+    row[2] = MARK ^ int(row[0])
+    return row
+
+
+HISTORIES = {
+    "fresh": torch.zeros(FIRST + 5, dtype=torch.int32),
+    "garbage": torch.full((FIRST + 5,), 0x4B4B4B4B, dtype=torch.int32),
+    "begun": history(0.0, opened=2.0),
+    "holds": history(16.0, 3.0, opened=1.0),
+    "far": history(3e38, 3e38),
+    "outgrown": history(0.5, 0.25, 0.5, opened=9.0),
+}
+
+
+@pytest.mark.parametrize("on", [ONE_LAUNCH, TWO_LAUNCHES])
+@pytest.mark.parametrize("name", list(HISTORIES))
+def test_scales_by_history(run, name: str, on: Device) -> None:
+    """Codes, scales and what the call leaves in the history, with and without the guard, counted
+    and not; a NaN or an Inf surfaces and does not count."""
+    cases = [(dtype, (300, 136), None) for dtype in TYPES]
+    cases += [(torch.bfloat16, (33, 72), special) for special in (float("nan"), float("-inf"))]
+    for dtype, shape, special in cases:
+        x = torch.randn(shape)
+        x[0, 0] = 4.0  # the largest, whatever was drawn
+        x = x.clamp(-4, 4).to(dtype)
+        if special is not None:
+            x[-1, -1] = special
+        for code, settings in ((0, 0), (1, GUARDED), (1, JOINS), (0, GUARDED | JOINS)):
+            row = HISTORIES[name].clone()
+            q = Quantized(x, code, sums=torch.float32, history=row, settings=settings)
+            launches = quantize(run, q.job(), on=on)
+            assert launches == (-1 if on == ONE_LAUNCH else 1)
+            q.sums = None if special is not None else q.sums
+            q.check(f"{name} {dtype} {shape} {special} {code} {settings:x}")
+
+
+@pytest.mark.parametrize("on", [Device(1), Device(2), Device(6), Device(2, False)])
+def test_two_tensors_by_history(run, on: Device) -> None:
+    """A layer's calls: x and w by theirs; dy by its own with w's scale of before."""
+    every = GUARDED | JOINS
+    for first, second in itertools.product(("fresh", "holds", "outgrown"), repeat=2):
+        for dtypes in ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)):
+            x, w = torch.randn(140, 72).to(dtypes[0]), torch.randn(136, 72).to(dtypes[1])
+            dy = torch.randn(140, 136).to(dtypes[0])
+            a = Quantized(x, 0, history=HISTORIES[first].clone(), settings=every)
+            b = Quantized(w, 0, columns=False, history=HISTORIES[second].clone(), settings=every)
+            quantize(run, a.job(), b.job(), on=on)
+            scale = b.scale.clone()
+            a.check(f"x {first} {second}"), b.check(f"w {first} {second}")
+            c = Quantized(
+                dy, 1, sums=torch.float32, history=HISTORIES[first].clone(), settings=every
+            )
+            d = Quantized(w, 0, rows=False, scale=scale)
+            quantize(run, c.job(), d.job(), on=on)
+            c.check(f"dy {first}"), d.check("w again")
+
+
+@pytest.mark.parametrize("latest", [False, True])
+@pytest.mark.parametrize("margin", [0, 3, 64])
+@pytest.mark.parametrize("length", [1, 2, 16, 128, 129, 1024])
+def test_histories_roll(run, latest: bool, margin: int, length: int) -> None:
+    layers = []
+    for i in range(3):
+        rows = torch.zeros(3, FIRST + length)
+        rows[:, FIRST:] = torch.rand(3, length) * 10.0 ** torch.randint(-30, 30, (3, length))
+        rows[:, 0], rows[:, 1] = torch.rand(3), torch.rand(3) * 10.0**i
+        rows[1, 1] = 0.0  # took part in nothing
+        rows = rows.view(torch.int32)
+        rows[:, 2] = MARK ^ rows[:, 0]
+        layers.append(rows)
+    layers[2][0, 2] += 1  # says nothing
+    layers.append(torch.zeros(3, FIRST + length, dtype=torch.int32))
+    for _ in range(2):
+        want = [rows.clone() for rows in layers]
+        for rows in want:
+            roll(rows, latest, margin)
+        addresses = (ctypes.c_void_p * len(layers))(*(rows.data_ptr() for rows in layers))
+        sizes = map(ctypes.c_int64, (len(layers), 3, FIRST + length, int(latest)))
+        assert run.roll(addresses, *sizes, ctypes.c_double(2.0**margin)) == 1
+        for rows, expected in zip(layers, want, strict=True):
+            assert_same_bits(rows, expected, "history")
+            valid = rows[:, 2] == MARK ^ rows[:, 0]
+            rows[valid, 1] = torch.rand(3).view(torch.int32)[valid]  # the next step

@@ -9,6 +9,7 @@ import torch
 
 import narrowfloat as nf
 from narrowfloat import ops
+from narrowfloat.history import fresh
 from narrowfloat.settings import (
     Backward,
     BlockLayer,
@@ -44,6 +45,14 @@ def calls() -> dict[str, tuple]:
         "linear_backward": (
             ops.linear_backward,
             (dy, columns, scale, w, w_columns, w_scale, 32, backward.pack()),
+        ),
+        "delayed_linear_forward": (
+            ops.delayed_linear_forward,
+            (x, w, w[:, 0], fresh(nf.Delayed(), x.device), forward.pack()),
+        ),
+        "delayed_linear_backward": (
+            ops.delayed_linear_backward,
+            (dy, columns, scale, w, fresh(nf.Delayed(), x.device), 32, backward.pack()),
         ),
         "fp4_quantize": (ops.fp4_quantize_op, (x, seed, FP4Quantize(random, random).pack())),
         "fp4_linear_forward": (ops.fp4_linear_forward, (x, w, w[:, 0], fp4.pack())),

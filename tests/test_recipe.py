@@ -190,7 +190,7 @@ def test_block_defaults() -> None:
     for name, recipe in named.items():
         assert recipes.get(name) is recipe and str(recipe) == name
         assert nf.Linear(16, 16, recipe=name).recipe is recipe
-    assert set(nf.RECIPES) == {"fp8", *named, *(n for n in nf.RECIPES if "fp4" in n)}
+    assert set(nf.RECIPES) == {"fp8", "fp8_delayed", *named, *(n for n in nf.RECIPES if "fp4" in n)}
 
 
 def test_block_settings_are_what_the_operators_are_told() -> None:

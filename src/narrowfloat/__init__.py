@@ -3,14 +3,15 @@
 from . import _binary as _binary
 from . import ops as ops
 from ._version import __version__
-from .autograd import LinearFunction, linear, matmul
+from .autograd import DelayedLinearFunction, LinearFunction, linear, matmul
 from .autograd_block import BlockLinearFunction
 from .autograd_fp4 import FP4LinearFunction
 from .convert import Report, convert, plan
 from .fp4_weights import PackedFP4Linear
+from .history import step
 from .modules import FP4Linear, FP8Linear, Linear
 from .quantized import BlockTensor, FP4Tensor, QuantizedTensor, quantize
-from .recipe import RECIPES, BlockRecipe, FP4Recipe, Gemm, Recipe
+from .recipe import RECIPES, BlockRecipe, Delayed, FP4Recipe, Gemm, Recipe
 from .reuse import reuse_weights
 from .seeds import (
     FP4DequantizeFunction,
@@ -34,6 +35,8 @@ __all__ = [
     "BlockLinearFunction",
     "BlockRecipe",
     "BlockTensor",
+    "Delayed",
+    "DelayedLinearFunction",
     "FP4DequantizeFunction",
     "FP4Linear",
     "FP4LinearFunction",
@@ -68,6 +71,7 @@ __all__ = [
     "quantize",
     "reuse_weights",
     "save_plans",
+    "step",
     "supported",
     "tune",
 ]

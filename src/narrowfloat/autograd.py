@@ -14,7 +14,16 @@ from .autograd_fp4 import FP4LinearFunction
 from .recipe import AnyRecipe, BlockRecipe, FP4Recipe, Recipe
 from .reference import check_quantizable
 from .reuse import Held
-from .settings import DB, DW, NEED_DX, SAVE_X
+from .settings import DB, DW, JOINS, NEED_DX, SAVE_X
+
+
+def _once_only() -> None:
+    # Not only where dy needs a gradient: dx depends on w, dw on x.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "linear: expected to be differentiated once, got create_graph=True "
+            "(a quantized layer has no double backward)"
+        )
 
 
 class LinearFunction(torch.autograd.Function):
@@ -51,12 +60,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # Not only where dy needs a gradient: dx depends on w, dw on x.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "linear: expected to be differentiated once, got create_graph=True "
-                "(a quantized layer has no double backward)"
-            )
+        _once_only()
         dx, dw, db = ops.linear_backward(dy, *ctx.saved_tensors, ctx.in_features, ctx.settings)
         need_dx, need_dw, need_db = ctx.needs
         return (
@@ -68,9 +72,52 @@ class LinearFunction(torch.autograd.Function):
         )
 
 
+class DelayedLinearFunction(torch.autograd.Function):
+    """LinearFunction with scales from the steps before: `history`, which its calls change, forward
+    and backward (reference_delayed.py). Saved are the same tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, history: Tensor
+    ) -> Tensor:
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        need_db = need_db and bias is not None
+        joins = JOINS if need_dx or need_dw or need_db else 0  # evaluation leaves no trace
+        y, x_columns, scales = ops.delayed_linear_forward(
+            x,
+            w,
+            bias,
+            history,
+            recipe.forward_settings | recipe.history_settings | joins | (SAVE_X if need_dw else 0),
+        )
+        ctx.save_for_backward(x_columns if need_dw else None, scales, w if need_dx else None)
+        ctx.history = history  # other calls change it meanwhile
+        ctx.in_features = w.shape[1]
+        ctx.needs = need_dx, need_dw, need_db
+        ctx.settings = (
+            recipe.backward_settings
+            | recipe.history_settings
+            | joins
+            | (NEED_DX if need_dx else 0)
+            | (DW[w.dtype] if need_dw else 0)
+            | (DB[bias.dtype] if need_db else 0)  # type: ignore[union-attr]
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        _once_only()
+        grads = ops.delayed_linear_backward(
+            dy, *ctx.saved_tensors, ctx.history, ctx.in_features, ctx.settings
+        )
+        dx, dw, db = (grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
+        return dx, dw, db, None, None
+
+
 # What Function.apply calls once it has looked for functorch's transforms; the look alone is 3 of
 # the 8 us that an empty function costs (benchmarks/results/cpu).
 _apply = super(torch.autograd.Function, LinearFunction).apply
+_apply_delayed = super(torch.autograd.Function, DelayedLinearFunction).apply
 _apply_fp4 = super(torch.autograd.Function, FP4LinearFunction).apply
 _apply_block = super(torch.autograd.Function, BlockLinearFunction).apply
 
@@ -82,6 +129,7 @@ def linear(
     recipe: str | AnyRecipe = "fp8",
     *,
     held: Held | None = None,
+    history: Tensor | None = None,
 ) -> Tensor:
     """y [..., N] = x [..., K] w [N,K]^T + bias [N] with both operands quantized by `recipe`.
 
@@ -89,7 +137,8 @@ def linear(
     the dtype of x, or autocast's where it is on; each gradient has its tensor's dtype. w is
     quantized from its own dtype (a master weight in fp32 is not rounded to bf16 first, but in FP4
     every operand is). Differentiable once. `held` is a weight that reuse_weights() already
-    quantized.
+    quantized. `history` is a layer's, where the recipe takes scales from the steps before; without
+    one every tensor is measured, as in the first step.
 
     TypeError or ValueError for operands that do not fit; NotImplementedError where the device
     cannot run the recipe, with the reason.
@@ -107,6 +156,8 @@ def linear(
         return _linear_fp4(x, w, bias, recipe)
     if isinstance(recipe, BlockRecipe):
         return _linear_block(x, w, bias, recipe)
+    if history is not None and recipe.delayed is not None:
+        return _linear_delayed(x, w, bias, recipe, history)
     if torch.is_grad_enabled():
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return LinearFunction.apply(x, w, bias, recipe, held)
@@ -114,6 +165,17 @@ def linear(
     # A Function would not know that nothing is to be saved.
     w_rows, _, w_scale = (None, None, None) if held is None else held
     return ops.linear_forward(x, w, bias, w_rows, w_scale, recipe.forward_settings)[0]
+
+
+def _linear_delayed(
+    x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, history: Tensor
+) -> Tensor:
+    if not torch.is_grad_enabled():
+        settings = recipe.forward_settings | recipe.history_settings
+        return ops.delayed_linear_forward(x, w, bias, history, settings)[0]
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return DelayedLinearFunction.apply(x, w, bias, recipe, history)
+    return _apply_delayed(x, w, bias, recipe, history)
 
 
 def _linear_fp4(x: Tensor, w: Tensor, bias: Tensor | None, recipe: FP4Recipe) -> Tensor:

@@ -203,5 +203,6 @@ def convert(
             continue
         module.__class__ = Linear
         module.recipe = report.recipe  # type: ignore[assignment]
+        module.start_history()  # type: ignore[operator]
     _log.info("%s", report)
     return report

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import history
 from . import recipe as recipes
 from .autograd import linear
-from .recipe import AnyRecipe
+from .recipe import AnyRecipe, Delayed
 from .reuse import WeightCache
 
 
@@ -35,11 +36,33 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = recipes.get(recipe)
+        self.start_history()
 
     def forward(self, input: Tensor) -> Tensor:
+        how = history.of(self.recipe)
+        if how is not None:
+            return linear(input, self.weight, self.bias, self.recipe, history=self._history(how))
         cache = self.weight_cache
         held = None if cache is None else cache.get(self.weight, self.recipe)
         return linear(input, self.weight, self.bias, self.recipe, held=held)
+
+    def start_history(self) -> None:
+        """Forget the scales of the steps before, for a recipe that has them ("fp8_delayed"): the
+        next call measures. They are in the buffer scale_history, which no state_dict holds."""
+        how = history.of(self.recipe)
+        if how is None:
+            self._buffers.pop("scale_history", None)
+            return
+        self.register_buffer(
+            "scale_history", history.fresh(how, self.weight.device), persistent=False
+        )
+        history.follow(self)
+
+    def _history(self, how: Delayed) -> Tensor:
+        held = self._buffers.get("scale_history")
+        if not history.fits(held, how, self.weight.device):  # another recipe, or moved by hand
+            self.start_history()
+        return self._buffers["scale_history"]  # type: ignore[return-value]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}"
@@ -48,6 +71,11 @@ class Linear(nn.Linear):
         state = self.__dict__.copy()
         state.pop("weight_cache", None)
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "scale_history" in self._buffers:  # a copy rolls too
+            history.follow(self)
 
 
 class FP8Linear(Linear):

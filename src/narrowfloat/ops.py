@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _binary, recipe, reference, reference_block, reference_fp4, support
+from . import _binary, recipe, reference, reference_block, reference_delayed, reference_fp4, support
 from .formats import (
     BY_CODE,
     BY_SCALING,
@@ -51,6 +51,15 @@ _SCHEMAS = {
     reference.linear_backward: (
         "linear_backward(Tensor dy, Tensor? x_columns, Tensor? scales, Tensor? w,"
         " Tensor? w_columns, Tensor? w_scale, int in_features, int settings)"
+        " -> (Tensor dx, Tensor dw, Tensor db)"
+    ),
+    reference_delayed.delayed_linear_forward: (
+        "delayed_linear_forward(Tensor x, Tensor w, Tensor? bias, Tensor(a!) history,"
+        " int settings) -> (Tensor y, Tensor x_columns, Tensor scales)"
+    ),
+    reference_delayed.delayed_linear_backward: (
+        "delayed_linear_backward(Tensor dy, Tensor? x_columns, Tensor? scales, Tensor? w,"
+        " Tensor(a!) history, int in_features, int settings)"
         " -> (Tensor dx, Tensor dw, Tensor db)"
     ),
     reference_fp4.fp4_quantize: (
@@ -120,6 +129,8 @@ scaled_mm_op = Operator(_ops.scaled_mm.default)
 scaled_mm_accumulate_op = Operator(_ops.scaled_mm_accumulate_.default)
 linear_forward = Operator(_ops.linear_forward.default)
 linear_backward = Operator(_ops.linear_backward.default)
+delayed_linear_forward = Operator(_ops.delayed_linear_forward.default)
+delayed_linear_backward = Operator(_ops.delayed_linear_backward.default)
 fp4_quantize_op = Operator(_ops.fp4_quantize.default)
 fp4_linear_forward = Operator(_ops.fp4_linear_forward.default)
 fp4_linear_backward = Operator(_ops.fp4_linear_backward.default)
@@ -213,6 +224,26 @@ def _linear_backward(
         dy.new_empty((n, in_features) if dw_dtype is not None else (0,), dtype=dw_dtype),
         dy.new_empty((n,) if db_dtype is not None else (0,), dtype=db_dtype),
     )
+
+
+@torch.library.register_fake("narrowfloat::delayed_linear_forward")
+def _delayed_linear_forward(
+    x: Tensor, w: Tensor, bias: Tensor | None, history: Tensor, settings: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _linear_forward(x, w, bias, None, None, settings)
+
+
+@torch.library.register_fake("narrowfloat::delayed_linear_backward")
+def _delayed_linear_backward(
+    dy: Tensor,
+    x_columns: Tensor | None,
+    scales: Tensor | None,
+    w: Tensor | None,
+    history: Tensor,
+    in_features: int,
+    settings: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _linear_backward(dy, x_columns, scales, w, None, None, in_features, settings)
 
 
 @torch.library.register_fake("narrowfloat::fp4_quantize")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from . import formats
-from .settings import Backward, BlockLayer, Forward, FP4Layer
+from .reference_delayed import LONGEST
+from .settings import GUARDED, Backward, BlockLayer, Forward, FP4Layer
 
 ACCUMULATE = ("fast", "exact")
 
@@ -41,12 +42,39 @@ class Gemm:
 
 
 @dataclass(frozen=True)
+class Delayed:
+    """Scales from the steps before, so that a tensor is read once.
+
+    length: steps that a history holds, 1 to 1024. use: "max" of them or the "latest". margin: the
+    scale covers 2^margin times that. guard: a tensor that outgrew its scale is quantized again in
+    the same call, which the device decides, so that no step saturates; without it values beyond
+    saturate for a step. A NaN or an Inf always surfaces.
+    """
+
+    length: int = 16
+    use: str = "max"
+    margin: int = 0
+    guard: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.length <= LONGEST:
+            raise ValueError(
+                f"Delayed: expected a length from 1 to {LONGEST} steps, got {self.length}"
+            )
+        if self.use not in ("max", "latest"):
+            raise ValueError(f"Delayed: expected use='max' or 'latest', got {self.use!r}")
+        if not 0 <= self.margin <= 64:
+            raise ValueError(f"Delayed: expected a margin from 0 to 64, got {self.margin}")
+
+
+@dataclass(frozen=True)
 class Recipe:
     """How a linear layer y = x w^T is computed in training.
 
     fprop: y = x w^T (a is x, b is w); dgrad: dx = dy w (a is dy, b is w);
     wgrad: dw = dy^T x (a is dy, b is x). Scales are per tensor, from the tensor at hand
-    ("current scaling"), and with one scale a tensor dy needs the range of e5m2.
+    ("current scaling") or, with `delayed`, from the steps before, and with one scale a tensor dy
+    needs the range of e5m2.
 
     Accumulation is exact everywhere. Fast keeps so few bits of the running sum that terms of one
     sign are lost on Hopper: 4096 ones sum to 4020, 16384 to 16093. In fprop it saves 0 to 2 % of a
@@ -59,10 +87,12 @@ class Recipe:
     fprop: Gemm = Gemm("e4m3", "e4m3", "exact")
     dgrad: Gemm = Gemm("e5m2", "e4m3", "exact")
     wgrad: Gemm = Gemm("e5m2", "e4m3", "exact")
+    delayed: Delayed | None = None
 
     # what the operators are told, found once: packed Forward and Backward, without what is wanted
     forward_settings: int = field(init=False, repr=False, compare=False)
     backward_settings: int = field(init=False, repr=False, compare=False)
+    history_settings: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for what, first, second in (
@@ -80,6 +110,8 @@ class Recipe:
         backward = Backward(dy, w, self.dgrad.fast, self.wgrad.fast)
         object.__setattr__(self, "forward_settings", forward.pack())
         object.__setattr__(self, "backward_settings", backward.pack())
+        guarded = self.delayed is not None and self.delayed.guard
+        object.__setattr__(self, "history_settings", GUARDED if guarded else 0)
 
     def __str__(self) -> str:
         return self.name
@@ -232,6 +264,7 @@ RECIPES: dict[str, AnyRecipe] = {
         BlockRecipe("fp8_block_bf16_wgrad", wgrad="bf16"),
         BlockRecipe("fp8_block_pow2", "block_pow2", "block_pow2", "block_pow2"),
         BlockRecipe("mxfp8", "mx", "mx", "mx"),
+        Recipe("fp8_delayed", delayed=Delayed()),
         NVFP4,
         FP4Recipe("mxfp4", "mxfp4"),
         FP4Recipe("nvfp4_four_over_six", four_over_six="both"),

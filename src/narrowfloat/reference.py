@@ -201,12 +201,14 @@ def linear_backward(
     w_scale: Tensor | None,
     in_features: int,
     settings: int,
+    dy_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx [..., K], dw [N,K], db [N]) of linear_forward, each empty where the settings, a packed
     Backward, do not ask for it.
 
     scales: those of linear_forward; with x's alone, [4], w is measured anew. dx needs w, or
     w_columns and w_scale, its transposed codes. dw needs x_columns. db sums dy unquantized.
+    dy_scale: known before, not of the operator; else dy is measured.
     """
     check_quantizable(dy, "linear_backward", "dy")
     for name, t in (("x_columns", x_columns), ("scales", scales), ("w", w)):
@@ -224,7 +226,9 @@ def linear_backward(
     dx = _nothing(dy, dy.dtype)
     dw = _nothing(dy, dw_dtype or dy.dtype)
     db = _nothing(dy, db_dtype or dy.dtype)
-    dy_rows, dy_columns, dy_scale = quantize(dy2, dy_format, need_dx, dw_dtype is not None)
+    dy_rows, dy_columns, dy_scale = quantize(
+        dy2, dy_format, need_dx, dw_dtype is not None, dy_scale
+    )
     if need_dx:
         if w_columns is None:
             known = scales is not None and scales.numel() >= 2 * SCALE

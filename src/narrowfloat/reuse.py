@@ -37,7 +37,7 @@ class WeightCache:
     def get(self, w: Tensor, recipe: AnyRecipe) -> Held | None:
         """w quantized as `recipe` wants it, made now if what is held does not fit; None where
         nothing may be held."""
-        if not isinstance(recipe, Recipe):
+        if not isinstance(recipe, Recipe) or recipe.delayed is not None:
             return None
         if self.open == 0 or torch.compiler.is_compiling() or w.is_inference():
             return None  # an inference tensor counts no versions
@@ -77,8 +77,8 @@ def reuse_weights(model: nn.Module) -> Iterator[nn.Module]:
     left, an optimizer steps, or the weight's version changes (any in-place operation). Writes
     that PyTorch does not count, those through `.data`, are not seen: leave the context first.
     A weight that is computed at each forward (a parametrization) is not held, nor is one of a layer
-    with another recipe than a Recipe, as an FP4Recipe or a BlockRecipe: they are quantized at each
-    forward as outside. Code under
+    with another recipe than a Recipe, as an FP4Recipe or a BlockRecipe, or with scales from the
+    steps before: they are quantized at each forward as outside. Code under
     torch.compile and modules that are called from several streams quantize as outside the context
     (again for each stream); a capture holds its own copies.
     """

@@ -20,6 +20,9 @@ SAVE_X = 1 << 10  # forward: x's transposed copy is wanted
 NEED_DX = 1 << 10  # backward
 DW_SHIFT = 12  # bits 12 to 15: dtype of dw, 0 where it is not wanted
 DB_SHIFT = 16  # bits 16 to 19: dtype of db, likewise
+# Of the calls with scales from the steps before (reference_delayed.py):
+GUARDED = 1 << 20  # a tensor that outgrew its scale is quantized again
+JOINS = 1 << 21  # the call counts for the scales to come
 
 DW = {dtype: code << DW_SHIFT for code, dtype in enumerate(HIGH_PRECISION, 1)}
 DB = {dtype: code << DB_SHIFT for code, dtype in enumerate(HIGH_PRECISION, 1)}

@@ -214,7 +214,11 @@ inline uint32_t __viaddmax_u16x2(uint32_t a, uint32_t b, uint32_t c) {
   return result;
 }
 inline uint32_t __ldcs(const uint32_t* p) { return *p; }
-inline uint32_t __ldcg(const uint32_t* p) { return *p; }
+template <typename T>
+inline T __ldcg(const T* p) {
+  return *p;
+}
+inline void __threadfence() {}
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = a | static_cast<uint64_t>(b) << 32;
   uint32_t result = 0;

@@ -4,6 +4,7 @@
 // after it
 #include "pretended_device.h"
 
+#include "history.rewritten.h"
 #include "measure_kernels.rewritten.h"
 #include "quantize.cpp"
 #include "quantize_kernels.rewritten.h"
@@ -21,6 +22,8 @@ struct TestJob {  // as test_kernels_emulated.py lays it out
   int64_t scale_given;
   void* column_sums;
   int64_t sums_type;
+  float* history;  // or null
+  int64_t width, guarded, joins;
 };
 
 // Returns the number of launches that quantize, negative where the first measures too, 0 if it
@@ -45,13 +48,28 @@ int64_t run_quantize(const TestJob* jobs, int64_t count, int64_t device, int64_t
                t.scale,
                t.scale_given != 0,
                t.column_sums,
-               static_cast<Real>(t.sums_type)};
+               static_cast<Real>(t.sums_type),
+               {t.history, static_cast<int>(t.width), t.guarded != 0, t.joins != 0}};
   }
   const QuantizePlan plan = plan_quantize(real, static_cast<int>(count), static_cast<int>(device));
   std::vector<uint32_t> scratch(plan.scratch_bytes / 4 + 8, 0xffffffffu);
   const auto aligned = (reinterpret_cast<uintptr_t>(scratch.data()) + 15) / 16 * 16;
   quantize(plan, reinterpret_cast<void*>(aligned), nullptr);
-  return plan.step[0].small ? -plan.steps : plan.steps;
+  return plan.step[0].measured == Measured::within ? -plan.steps : plan.steps;
+} catch (const std::exception& error) {
+  fprintf(stderr, "%s\n", error.what());
+  return 0;
+}
+
+int64_t run_roll(float* const* layers, int64_t count, int64_t rows, int64_t width, int64_t latest,
+                 double factor) try {
+  const std::vector<uintptr_t> addresses(reinterpret_cast<const uintptr_t*>(layers),
+                                         reinterpret_cast<const uintptr_t*>(layers) + count);
+  narrowfloat::roll_histories(
+      addresses,
+      {static_cast<int>(rows), static_cast<int>(width), latest != 0, static_cast<float>(factor)},
+      nullptr);
+  return 1;
 } catch (const std::exception& error) {
   fprintf(stderr, "%s\n", error.what());
   return 0;
