@@ -50,6 +50,7 @@ def quantize_bytes(elements: int, rows: bool, columns: bool, itemsize: int = 2) 
 # H200, or not counted.
 LAYER_BYTES = {
     "fp8": (2, 2, 2),
+    "fp8_delayed": (1, 2, 1),
     "fp8_row": (2, 2, 2),
     "fp8_block": (1, 2, 1),
     "fp8_block_bf16_wgrad": (1, 1, 1),
@@ -69,7 +70,7 @@ def layer_bytes(
 
     fp8, fp8_row: x 6 an element (amax, quantize, both orientations), dy 6, w 5 in the forward and 3
     for the transposed copy that the backward makes with the same scale; with reused weights none
-    for w. By blocks x and dy are read once: 4 each, and where wgrad is in bf16 3, w 3 and 3; a
+    for w. fp8_delayed reads once: x and dy 4 each, w 3 and 3. By blocks x and dy are read once: 4 each, and where wgrad is in bf16 3, w 3 and 3; a
     scale of 4 bytes for 128 elements comes on top of each copy of x and dy.
     """
     reads, copies, reads_of_w = LAYER_BYTES[recipe]
