@@ -70,8 +70,9 @@ def layer_bytes(
 
     fp8, fp8_row: x 6 an element (amax, quantize, both orientations), dy 6, w 5 in the forward and 3
     for the transposed copy that the backward makes with the same scale; with reused weights none
-    for w. fp8_delayed reads once: x and dy 4 each, w 3 and 3. By blocks x and dy are read once: 4 each, and where wgrad is in bf16 3, w 3 and 3; a
-    scale of 4 bytes for 128 elements comes on top of each copy of x and dy.
+    for w. fp8_delayed reads once: x and dy 4 each, w 3 and 3. By blocks x and dy are read once: 4
+    each, and where wgrad is in bf16 3, w 3 and 3; a scale of 4 bytes for 128 elements comes on top
+    of each copy of x and dy.
     """
     reads, copies, reads_of_w = LAYER_BYTES[recipe]
     scale = 4 / 128 if recipe.startswith("fp8_block") else 0
