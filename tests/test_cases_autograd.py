@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from conftest import assert_close_as, assert_same_bits, kinds
+from conftest import assert_close_as, assert_same_bits, kinds, relative_error
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -105,7 +105,10 @@ def test_o48_gradient_through_a_frozen_layer(device, recipe, reuse, dtype):
     assert frozen.weight.grad is None and frozen.bias.grad is None
     for a, b in zip(ours, ref, strict=True):
         assert a.any()
-        assert_close_as(a, b, kinds(recipe)[1])
+        if recipe == "fp8":
+            assert_close_as(a, b, "e5m2")
+        else:  # eight numbers a token: no large sample
+            assert relative_error(a, b) < 0.32
 
 
 MASKS = [(x, w, b) for x in (False, True) for w in (False, True) for b in (False, True)]

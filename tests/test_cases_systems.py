@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import narrowfloat as nf
 from narrowfloat import ops, support
-from narrowfloat.fp4_weights import PackedFP4Linear
+from narrowfloat.fp4_weights import PackedFP4Linear, fp4_weight_matmul_op
 from narrowfloat.settings import FP4Layer
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -669,6 +669,66 @@ def test_o69_each_scale_counts(device, formats, out_dtype):
         assert relative_error(with_bias, ref) < 2**-8  # the bias is not scaled
 
 
+@pytest.mark.parametrize("out_dtype", [BF16, F32, F16])
+def test_o69_each_scale_of_fp4_counts(device, out_dtype):
+    """O-69: the scale of packed weights changes their product by exactly its factor, for few
+    tokens and many, and no bias; so does the saved scale of x its weight gradient, and an
+    FP4Tensor's scale its values."""
+    w = PackedFP4Linear.from_linear(nn.Linear(96, 40, device=device), "nvfp4")
+    one, bias = torch.full((1,), 2.0**-3, device=device), torch.randn(40, device=device)
+    for tokens in (3, 40, 80):
+        x = torch.randn(tokens, 96, device=device).to(BF16)
+        base = fp4_weight_matmul_op(x, w.packed, one, None, 40, out_dtype, False)
+        for factor in (0.5, 2.0, 4.0):
+            d = fp4_weight_matmul_op(x, w.packed, one * factor, None, 40, out_dtype, False)
+            normal = base.abs() > torch.finfo(out_dtype).tiny * 4
+            assert base.any() and torch.equal(d[normal], (base * factor)[normal])
+        d = fp4_weight_matmul_op(x, w.packed, one, bias, 40, out_dtype, False)
+        assert relative_error(d, base.double() + bias.double()) < 2**-7
+    x, w, dy = (torch.randn(s, device=device) for s in ((48, 64), (32, 64), (48, 32)))
+    for mx in (False, True):
+        whole = FP4Layer(mx, rotate=True, wanted=True, dw_dtype=out_dtype).pack()
+        codes, codes_scales, scale = ops.fp4_linear_forward(x, w, None, whole)[1:]
+        base = ops.fp4_linear_backward(dy, codes, codes_scales, scale, w, None, 64, whole)[1]
+        d = ops.fp4_linear_backward(dy, codes, codes_scales, scale * 4, w, None, 64, whole)[1]
+        assert base.any() and torch.equal(d, base * 4)
+        q = nf.quantize(x, "mxfp4" if mx else "nvfp4")
+        assert torch.equal(q._replace(scale=q.scale * 4).dequantize(), q.dequantize() * 4)
+
+
+def test_o73_shapes_of_the_scale_of_packed_weights(device):
+    """O-73: (), (1,) and (1,1) are one scale, eager and compiled."""
+    made = PackedFP4Linear.from_linear(nn.Linear(64, 32, device=device), "nvfp4")
+    x = torch.randn(4, 64, device=device).to(BF16)
+
+    def product(scale: Tensor) -> Tensor:
+        return fp4_weight_matmul_op(x, made.packed, scale, None, 32, F32, False)
+
+    right = product(made.scale)
+    for shape in ((), (1,), (1, 1)):
+        scale = made.scale.reshape(shape)
+        assert_same_bits(product(scale), right)
+        torch._dynamo.reset()
+        compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
+        assert_same_bits(compiled(scale), right)
+    with pytest.raises(ValueError, match="expected the scale"):
+        product(torch.ones(2, device=device))
+
+
+@pytest.mark.parametrize("tokens", [4, 80])
+def test_o97_output_dtype_with_packed_weights(device, tokens):
+    """O-97: what packed weights give has the dtype asked for; others are a TypeError that says
+    which there are."""
+    made = PackedFP4Linear.from_linear(nn.Linear(64, 32, device=device), "nvfp4")
+    x = torch.randn(tokens, 64, device=device).to(BF16)
+    for dtype in (BF16, F16, F32):
+        y = fp4_weight_matmul_op(x, made.packed, made.scale, None, 32, dtype, False)
+        assert y.dtype == dtype and y.isfinite().all() and y.any()
+    for dtype in (torch.float8_e4m3fn, torch.float64, torch.int32):
+        with pytest.raises(TypeError, match="out_dtype.*float32, bfloat16"):
+            fp4_weight_matmul_op(x, made.packed, made.scale, None, 32, dtype, False)
+
+
 def test_o97_output_dtype(device):
     """O-97: left out it is bf16; FP8 and others are a TypeError that names the argument."""
     a, b = (nf.quantize(torch.randn(n, 32, device=device)) for n in (16, 24))
@@ -723,6 +783,48 @@ def test_o87_long_sums_are_deterministic(device, which, dtype):
     else:
         limit = 2**-7 if dtype == BF16 else 1e-3
     assert relative_error(results[0], ref) < limit
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_o87_long_sums_are_deterministic_in_fp4(device, format, dtype):
+    """O-87: K = 65536 with a small output, in y and, given its draws, in dw and dx: equal bits each
+    run, and the error that one fp32 sum has."""
+    runs = 100 if device == "cuda" else 2
+    long = 65536 if device == "cuda" else 4096  # the reference is slow
+    a, b = (torch.randn(64, long, device=device).to(dtype) for _ in range(2))
+    recipe = nf.FP4Recipe(format, format, weights_2d=False)
+    x, g, w = b.t().contiguous(), a.t().contiguous(), torch.randn(64, 64, device=device).to(dtype)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = []
+        for _ in range(runs):
+            leaf, weight = x.requires_grad_(), w.requires_grad_()
+            y = nf.linear(leaf, weight, None, recipe)
+            torch.manual_seed(7)
+            gradients = torch.autograd.grad(y, (leaf, weight), g)
+            results.append((nf.linear(a, b, None, recipe), *gradients))
+            for t, right in zip(results[-1], results[0], strict=True):
+                assert_same_bits(t.detach(), right.detach())
+            del results[1:]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    qa, qb = nf.quantize(a, format), nf.quantize(b, format)
+    ref = qa.dequantize(F32).double() @ qb.dequantize(F32).double().t()
+    assert relative_error(results[0][0].detach(), ref) < (2**-7 if dtype == BF16 else 1e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 80])
+def test_o87_packed_weights_are_deterministic(device, tokens):
+    """O-87: K = 65536 over packed weights, where the product splits K."""
+    long = 65536 if device == "cuda" else 4096
+    made = PackedFP4Linear.from_linear(nn.Linear(long, 64, False, device), "nvfp4")
+    x = torch.randn(tokens, long, device=device)
+    right = made(x)
+    for _ in range(50 if device == "cuda" else 1):
+        assert_same_bits(made(x), right)
+    ref = x.to(BF16).double() @ made.dequantize().double().t()
+    assert relative_error(right, ref) < 1e-3
 
 
 # install
