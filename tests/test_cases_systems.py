@@ -691,7 +691,8 @@ def test_o69_each_scale_of_fp4_counts(device, out_dtype):
         codes, codes_scales, scale = ops.fp4_linear_forward(x, w, None, whole)[1:]
         base = ops.fp4_linear_backward(dy, codes, codes_scales, scale, w, None, 64, whole)[1]
         d = ops.fp4_linear_backward(dy, codes, codes_scales, scale * 4, w, None, 64, whole)[1]
-        assert base.any() and torch.equal(d, base * 4)
+        normal = base.abs() > torch.finfo(out_dtype).tiny * 4
+        assert base.any() and torch.equal(d[normal], (base * 4)[normal])
         q = nf.quantize(x, "mxfp4" if mx else "nvfp4")
         assert torch.equal(q._replace(scale=q.scale * 4).dequantize(), q.dequantize() * 4)
 
