@@ -67,6 +67,43 @@ def test_native_fp4(cards: Cards, capability: tuple[int, int], name: str) -> Non
         support.require(nf.RECIPES[name], torch.device("cuda", 0))
 
 
+@pytest.mark.parametrize("name", sorted(set(nf.RECIPES) - {"fp8"}))
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])
+def test_fp4_beside_an_old_library(
+    cards: Cards, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str
+) -> None:
+    """What cuBLASLt cannot do is said, not called native: the binary takes bf16 operands then."""
+    cards(capability)
+    number = capability[0] * 10 + capability[1]
+    asked: list[tuple[int, int]] = []
+
+    def has_fp4(capability: int, version: int) -> bool:
+        asked.append((capability, version))
+        return version >= 120804
+
+    for version, how in ((120600, "emulation"), (120804, "native"), (130100, "native")):
+        library = types.SimpleNamespace(
+            archs=lambda: "sm_100f sm_120f",
+            cublaslt_version=lambda version=version: version,
+            has_fp4=has_fp4,
+        )
+        monkeypatch.setattr(support._binary, "module", library)
+        answer = nf.supported(name, 0)
+        assert answer and answer.how == how and asked[-1] == (number, version)
+        assert ("cuBLASLt 120600 has no FP4 products" in answer.reason) == (how == "emulation")
+        assert answer.reason.endswith("; not run on hardware")
+        assert nf.supported("fp8", 0).how == "native"
+    monkeypatch.setattr(
+        support._binary,
+        "module",
+        types.SimpleNamespace(
+            archs=lambda: "sm_100f sm_120f", cublaslt_version=lambda: 120600, has_fp4=has_fp4
+        ),
+    )
+    with pytest.warns(support.EmulationWarning, match="cuBLASLt 120600"):
+        support.require(nf.RECIPES[name], torch.device("cuda", 0))
+
+
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
 def test_emulated_fp4_warns_once(cards: Cards, capability: tuple[int, int]) -> None:
     cards(capability, capability)

@@ -106,6 +106,15 @@ def _architecture(capability: tuple[int, int]) -> Architecture | None:
     return None
 
 
+def _library_without_fp4(capability: tuple[int, int]) -> int:
+    """cuBLASLt's version where it is too old for FP4 on a chip that has it, else 0; the binary asks
+    the same."""
+    if _binary.module is None:
+        return 0
+    version = _binary.module.cublaslt_version()
+    return 0 if _binary.module.has_fp4(capability[0] * 10 + capability[1], version) else version
+
+
 def supported(
     recipe: str | AnyRecipe = "fp8", device: torch.device | str | int | None = None
 ) -> Support:
@@ -152,6 +161,13 @@ def supported(
         )
     fp4 = isinstance(recipe, FP4Recipe)
     ran = row.ran(fp4)
+    if fp4 and row.has_fp4 and (version := _library_without_fp4(capability)):
+        return Support(
+            True,
+            "emulation",
+            f"cuBLASLt {version} has no FP4 products for {row.chips} (12.8 update 1 has): the same "
+            f"numbers through its bf16 tensor cores; {ran}",
+        )
     if not row.native(fp4):
         return Support(
             True,
