@@ -63,16 +63,16 @@ def test_o71_data_dependent_token_counts(device, recipe, dtype):
     counter = CompileCounterWithBackend(backend(device))
     compiled = torch.compile(eager, backend=counter, dynamic=True, fullgraph=True)
     tokens = torch.randn(1000, 64, device=device).to(dtype)
-    for m in (16, 0, 1, 5, 1000, 17, 333):
-        mask = torch.arange(1000, device=device) < m
-        x = tokens[mask]
-        assert x.shape[0] == m
-        for _ in range(2):
-            y = compiled(x)
-            assert_same_bits(y.detach(), eager(x).detach(), f"{m} tokens")
-    assert counter.frame_count <= 3
-    for m in (7, 0, 1, 640):
-        with eager_random():
+    with eager_random():
+        for m in (16, 0, 1, 5, 1000, 17, 333):
+            mask = torch.arange(1000, device=device) < m
+            x = tokens[mask]
+            assert x.shape[0] == m
+            for _ in range(2):
+                y = compiled(x)
+                assert_same_bits(y.detach(), eager(x).detach(), f"{m} tokens")
+        assert counter.frame_count <= 3
+        for m in (7, 0, 1, 640):
             assert_as_eager(compiled, eager, tokens[:m])
 
 
