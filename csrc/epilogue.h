@@ -20,11 +20,6 @@ void finish_rows(const void* in, Real in_type, int64_t ld, void* out, Real type,
 void convert_bias(const void* bias, Real from, int64_t cols, void* out, Real to,
                   int64_t padded_cols, cudaStream_t stream);
 
-// norm = sum of first^2, apart = sum of (second - first)^2 over [rows, cols], leading dimension ld.
-// Waits for the stream.
-void difference(const void* first, const void* second, Real type, int64_t rows, int64_t cols,
-                int64_t ld, double& norm, double& apart, cudaStream_t stream);
-
 // out [padded(rows), padded(cols)] = codes [rows, cols] of one byte at r * row_stride + c *
 // col_stride, zeros beyond.
 void pad_codes(const void* codes, int64_t rows, int64_t cols, int64_t row_stride,

@@ -4,7 +4,7 @@
 
 #include "cublaslt.h"
 #include "fp4_quantize.h"
-#include "ops.h"
+#include "linear_operands.h"
 #include "product.h"
 
 namespace narrowfloat {
@@ -157,15 +157,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fp4_linear_forward(const Tensor& x, c
                                                               std::optional<Tensor> bias,
                                                               int64_t settings) {
   constexpr const char* op = "linear";
-  NF_CHECK(x.is_cuda(), op, ": expected ", w.is_cuda() ? "w" : "bias",
-           " on cpu as x is, got cuda (move one of them)");
-  const Launch on(x, op, "x");
-  check_same_device(w, x, op, "w");
-  NF_CHECK(w.dim() == 2, op, ": expected w [N,K], got ", w.dim(), " dimensions ", shape_of(w));
-  const Matrix xm(x, op, "x"), wm(w, op, "w");
-  const int64_t m = xm.rows, k = xm.cols, n = wm.rows;
-  NF_CHECK(w.size(1) == k, op, ": expected x [..., K] and w [N,K] with one K, got ", shape_of(x),
-           " and ", shape_of(w), " (w is multiplied transposed)");
+  const ForwardOperands given(x, w, op);
+  const Launch& on = given.on;
+  const int64_t m = given.x.rows, k = given.x.cols, n = given.w.rows;
   const Choices wanted(settings);
   const bool save_x = settings & kSaveX;
 
@@ -179,21 +173,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fp4_linear_forward(const Tensor& x, c
   // scratch
   const Fp4Form form = form_on(on.device);
   Scratch scratch;
-  Product product(m, n, k, xm.type, false, scratch, element_of_form(form));
-  std::optional<Tensor> bias_owner;
-  if (bias) {
-    check_same_device(*bias, x, op, "bias");
-    NF_CHECK(bias->dim() == 1 && bias->size(0) == n, op, ": expected bias [", n, "], got ",
-             shape_of(*bias));
-    bias_owner = bias->is_contiguous() ? *bias : torch::stable::contiguous(*bias);
-    product.plan_bias(bias_owner->data_ptr(), real_of(bias->scalar_type(), op, "bias"), scratch);
-  }
+  Product product(m, n, k, given.x.type, false, scratch, element_of_form(form));
+  const std::optional<Tensor> own_bias = bias_for(bias, n, x, op);
+  if (own_bias) product.plan_bias(*own_bias, op, scratch);
   const SideMemory x_rows(form, m, k, scratch), w_rows(form, n, k, scratch);
   const int64_t floats = scratch.add(12 * sizeof(float));  // w's scale, x's, alpha: 16 bytes each
   product.set_alpha(kInScratch);
   const int64_t workspace =
       scratch.add(product.workspace(x_rows.planned(), w_rows.planned(), y.data_ptr(), on));
-  Fp4Job wj = job_of(wm, wanted.mx), xj = job_of(xm, wanted.mx);
+  Fp4Job wj = job_of(given.w, wanted.mx), xj = job_of(given.x, wanted.mx);
   xj.side[1].form = save_x ? Fp4Form::packed : Fp4Form::none;
   xj.side[1].rotated = wanted.rotate;
   const int64_t partials =
@@ -240,13 +228,7 @@ std::tuple<Tensor, Tensor, Tensor> fp4_linear_backward(
 
   // operands
   std::optional<Matrix> wm;
-  if (need_dx) {
-    NF_CHECK(w, op, ": expected w for dx, got none");
-    check_same_device(*w, dy, op, "w");
-    NF_CHECK(w->dim() == 2 && w->size(0) == n && w->size(1) == k, op, ": expected w (", n, ", ", k,
-             ") for dy [..., ", n, "], got ", shape_of(*w));
-    wm.emplace(*w, op, "w");
-  }
+  if (need_dx) wm = weight_for_dx(w, dy, n, k, op);
   if (dw_type) {
     NF_CHECK(x_columns && x_scales && scales, op,
              ": expected x_columns, their scales and scales for dw, got none");

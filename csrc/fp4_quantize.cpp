@@ -87,6 +87,7 @@ void fp4_quantize(const Fp4Job& job, void* scratch, int device, cudaStream_t str
   params.sum_partials = measure.sum_partials;
   params.sum_count = measure.slices;
   params.aligned = aligned(job, 16);
+  // the kernel counts tiles in 32 bits: those of 2^32 tiles have 8 TiB of codes at least
   params.col_tiles = ceil_div(job.cols, kFp4Tile);
   params.tiles = ceil_div(job.rows, kFp4Tile) * params.col_tiles;
   params.padded[0] = padded(job.rows), params.padded[1] = padded(job.cols);
@@ -113,6 +114,7 @@ void fp4_quantize(const Fp4Job& job, void* scratch, int device, cudaStream_t str
 void fp4_restore(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t cols,
                  void* operand, int device, cudaStream_t stream) {
   const int64_t groups = fp4_padded(cols) / kGroup;
+  // in 32 bits, as above
   const int64_t tiles = ceil_div(padded(rows), kScaleRows) * ceil_div(groups, kFp4RestoreGroups);
   if (tiles == 0) return;
   const int64_t chunks = ceil_div(cols, kGroup * kScaleGroups);

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "cublaslt.h"
-#include "ops.h"
+#include "linear_operands.h"
 #include "product.h"
 
 namespace narrowfloat {
@@ -67,15 +67,9 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& w,
                                            std::optional<Tensor> w_scale,
                                            const LayerHistory& history, int64_t settings) {
   constexpr const char* op = "linear";
-  NF_CHECK(x.is_cuda(), op, ": expected ", w.is_cuda() ? "w" : "bias",
-           " on cpu as x is, got cuda (move one of them)");
-  const Launch on(x, op, "x");
-  check_same_device(w, x, op, "w");
-  NF_CHECK(w.dim() == 2, op, ": expected w [N,K], got ", w.dim(), " dimensions ", shape_of(w));
-  const Matrix xm(x, op, "x");
-  const int64_t m = xm.rows, k = xm.cols, n = w.size(0);
-  NF_CHECK(w.size(1) == k, op, ": expected x [..., K] and w [N,K] with one K, got ", shape_of(x),
-           " and ", shape_of(w), " (w is multiplied transposed)");
+  const ForwardOperands given(x, w, op);
+  const Launch& on = given.on;
+  const int64_t m = given.x.rows, k = given.x.cols, n = given.w.rows;
   const auto [x_element, w_element, fast, save_x] = ForwardSettings(settings, op);
   const bool reused = w_rows.has_value() && w_scale.has_value();
   if (reused) {
@@ -92,15 +86,9 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& w,
 
   // scratch
   Scratch scratch;
-  Product product(m, n, k, xm.type, fast, scratch);
-  std::optional<Tensor> bias_owner;
-  if (bias) {
-    check_same_device(*bias, x, op, "bias");
-    NF_CHECK(bias->dim() == 1 && bias->size(0) == n, op, ": expected bias [", n, "], got ",
-             shape_of(*bias));
-    bias_owner = bias->is_contiguous() ? *bias : torch::stable::contiguous(*bias);
-    product.plan_bias(bias_owner->data_ptr(), real_of(bias->scalar_type(), op, "bias"), scratch);
-  }
+  Product product(m, n, k, given.x.type, fast, scratch);
+  const std::optional<Tensor> own_bias = bias_for(bias, n, x, op);
+  if (own_bias) product.plan_bias(*own_bias, op, scratch);
   const int64_t x_first = scratch.add(padded(m) * padded(k));
   const int64_t w_first = reused ? 0 : scratch.add(padded(n) * padded(k));
   Operand a{kInScratch, m, padded(k), x_element, x_scale};
@@ -110,12 +98,10 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& w,
   QuantizeJob jobs[kMaxJobs];
   int count = 0;
   jobs[count++] =
-      xm.job(x_element, kInScratch, save_x ? x_columns.data_ptr() : nullptr, x_scale, false);
+      given.x.job(x_element, kInScratch, save_x ? x_columns.data_ptr() : nullptr, x_scale, false);
   jobs[0].history = history.of(kX);
-  std::optional<Matrix> wm;
   if (!reused) {
-    wm.emplace(w, op, "w");
-    jobs[count] = wm->job(w_element, kInScratch, nullptr, x_scale + kWScale, false);
+    jobs[count] = given.w.job(w_element, kInScratch, nullptr, x_scale + kWScale, false);
     jobs[count++].history = history.of(kW);
   }
   const int64_t partials = scratch.add(plan_quantize(jobs, count, on.device).scratch_bytes);
@@ -162,11 +148,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy, std::optional<Tens
     check_codes(*w_columns, k, n, w_element, op, "w_columns");
     NF_CHECK(w_scale, op, ": expected w_scale with w_columns, got none");
   } else if (need_dx) {
-    NF_CHECK(w, op, ": expected w for dx, got none");
-    check_same_device(*w, dy, op, "w");
-    NF_CHECK(w->dim() == 2 && w->size(0) == n && w->size(1) == k, op, ": expected w (", n, ", ", k,
-             ") for dy [..., ", n, "], got ", shape_of(*w));
-    wm.emplace(*w, op, "w");
+    wm = weight_for_dx(w, dy, n, k, op);
   }
 
   // outputs

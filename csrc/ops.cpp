@@ -8,6 +8,7 @@
 
 #include "cublaslt.h"
 #include "epilogue.h"
+#include "linear_operands.h"
 #include "product.h"
 
 namespace narrowfloat {
@@ -322,13 +323,8 @@ Tensor scaled_mm_op(const Tensor& a, const Tensor& b, const Tensor& a_scale, con
   Tensor d = empty({m, n}, out_dtype, on.device);
   Scratch scratch;
   Product product(m, n, a.size(1), d_type, fast, scratch);
-  if (bias) {
-    check_same_device(*bias, a, op, "bias");
-    NF_CHECK(bias->dim() == 1 && bias->size(0) == n, op, ": expected bias [", n, "], got ",
-             shape_of(*bias));
-    if (!bias->is_contiguous()) bias = torch::stable::contiguous(*bias);
-    product.plan_bias(bias->data_ptr(), real_of(bias->scalar_type(), op, "bias"), scratch);
-  }
+  const std::optional<Tensor> own_bias = bias_for(bias, n, a, op);
+  if (own_bias) product.plan_bias(*own_bias, op, scratch);
   const Prepared a_ready(a, a_scale, false, op, "a", scratch);
   const Prepared b_ready(b, b_scale, n % 8 != 0, op, "b", scratch);
   const int64_t workspace =

@@ -24,8 +24,11 @@ class Product {
   Product(int64_t m, int64_t n, int64_t k, Real d_type, bool fast, Scratch& scratch,
           Element element = Element::e4m3, Around around = Around::nothing);
 
-  // bias: any type, any alignment
+  // bias: any type, any alignment. A tensor is not kept: it has to live until the product has run.
   void plan_bias(const void* bias, Real type, Scratch& scratch);
+  void plan_bias(const Tensor& bias, const char* op, Scratch& scratch) {
+    plan_bias(bias.data_ptr(), real_of(bias.scalar_type(), op, "bias"), scratch);
+  }
 
   // {alpha, 0} on the device. Before workspace().
   void set_alpha(const float* alpha) { alpha_ = alpha; }

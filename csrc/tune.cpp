@@ -9,7 +9,7 @@
 #include <mutex>
 
 #include "device.h"
-#include "epilogue.h"
+#include "difference.h"
 
 namespace narrowfloat {
 namespace {

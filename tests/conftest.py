@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import os
+import pathlib
+import tempfile
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -47,6 +52,29 @@ def cuda() -> str:
     if why := why_no_gpu():
         pytest.skip(why)
     return "cuda"
+
+
+@pytest.fixture(params=["fp8", "nvfp4", "mxfp4"])
+def recipe(request: pytest.FixtureRequest) -> str:
+    """For what must hold of every format; the recipes beside these differ in numbers alone."""
+    return request.param
+
+
+def kinds(recipe: str) -> tuple[str, str]:
+    """TOLERANCE's names for a recipe's forward and its gradients."""
+    return ("e4m3", "e5m2") if recipe == "fp8" else (recipe, f"{recipe} gradient")
+
+
+@pytest.fixture
+def large_memory(cuda: str) -> Iterator[str]:
+    """For tests of the GPU that take up to 30 GB: one at a time, whatever the number of workers."""
+    with (pathlib.Path(tempfile.gettempdir()) / "narrowfloat_large_memory.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if torch.cuda.mem_get_info()[0] < 30 << 30:
+            pytest.skip("needs 30 GB of free GPU memory")
+        yield cuda
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -17,21 +17,25 @@ HERE = pathlib.Path(__file__).parent
 CSRC = HERE.parent / "csrc"
 
 
-def cuda_headers() -> pathlib.Path | None:
+def headers_with(*names: str) -> pathlib.Path | None:
     """Beside torch (its wheels bring them) or beside nvcc."""
     places = [
         *pathlib.Path(torch.__file__).parents[1].glob("nvidia/cu*/include"),
         *pathlib.Path("/usr/local").glob("cuda*/include"),
     ]
-    wanted = ("cuda_fp8.h", "crt/host_defines.h")  # the second comes with nvcc
-    return next((p for p in places if all((p / name).exists() for name in wanted)), None)
+    return next((p for p in places if all((p / name).exists() for name in names)), None)
+
+
+def cuda_headers() -> pathlib.Path | None:
+    return headers_with("cuda_fp8.h", "crt/host_defines.h")  # the second comes with nvcc
 
 
 def rewritten(source: str) -> str:
     """Launches of all kinds as calls; its own headers stay."""
     source = source.replace("#include <cooperative_groups.h>\n", "")
     source = re.sub(
-        r"([\w:]+(?:<[^;{}]*?>)?)\s*<<<\s*([\w.]+)\s*,\s*(\w+)\s*,[^>]*>>>\(([^;]*)\);",
+        r"([\w:]+(?:<[^;{}]*?>)?)\s*<<<\s*([\w.]+|static_cast<unsigned>\(\w+\))\s*,\s*(\w+)\s*,"
+        r"[^>]*>>>\(([^;]*)\);",
         r"cuda_on_cpu::launch(&\1, \2, \3, \4);",
         source,
     )
@@ -59,7 +63,21 @@ def rewritten(source: str) -> str:
     return source.replace("&kernel", "kernel")
 
 
-def build(folder: pathlib.Path, entry: str, kernels: Iterable[str]) -> ctypes.CDLL:
+def with_host_code() -> list[str]:
+    """What build() needs beside for code that includes torch's stable headers, and cuBLASLt's."""
+    place, headers = pathlib.Path(torch.__file__).parent, headers_with("cublasLt.h")
+    if headers is None:
+        pytest.skip("needs cuBLASLt's headers")
+    return [
+        f"-idirafter{headers}",  # after those that nvcc came with
+        f"-isystem{place / 'include'}", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA",
+        f"-L{place / 'lib'}", f"-Wl,-rpath,{place / 'lib'}", "-ltorch_cpu", "-lc10",
+    ]  # fmt: skip
+
+
+def build(
+    folder: pathlib.Path, entry: str, kernels: Iterable[str], beside: Iterable[str] = ()
+) -> ctypes.CDLL:
     """emulation/<entry> with csrc/<kernels>.cu rewritten beside it, loaded."""
     headers, compiler = cuda_headers(), shutil.which("g++")
     if headers is None or compiler is None:
@@ -72,7 +90,7 @@ def build(folder: pathlib.Path, entry: str, kernels: Iterable[str]) -> ctypes.CD
         "-ffp-contract=off",  # nvcc is kept from fusing by there being nothing to fuse
         "-Wl,-Bsymbolic",  # our cudart, not torch's
         f"-I{folder}", f"-I{HERE / 'emulation'}", f"-I{CSRC}", f"-isystem{headers}",
-        str(HERE / "emulation" / entry), "-o", str(library),
+        str(HERE / "emulation" / entry), "-o", str(library), *beside,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -64,6 +64,29 @@ def test_o02_o03_o04_ragged_sizes(device: str, recipe: str, m: int, k: int, n: i
 
 
 @pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize("k", [1, 2, 767, 769, 1000])
+def test_o05_any_k_works(device: str, recipe: str, k: int) -> None:
+    """O-05: no K is refused, so no message has to explain it; one that does not match is named."""
+    made, twin = layer_and_twin(k, 48, recipe, device)
+    x = torch.randn(32, k, device=device)
+    if k < 3:  # too few products for the error of a sum: values that FP4 has
+        with torch.no_grad():
+            made.weight.fill_(2.0)
+            twin.weight.fill_(2.0)
+        x = torch.full((32, k), 4.0, device=device)
+    results = []
+    for layer in (made, twin):
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        y.backward(torch.ones_like(y))
+        results.append((y, leaf.grad, layer.weight.grad))
+    for a, b in zip(*results, strict=True):
+        assert a.shape == b.shape and relative_error(a, b) < 0.27
+    with pytest.raises(ValueError, match=f"one K.*{k}.*{k + 1}"):
+        nf.linear(x, torch.randn(48, k + 1, device=device), None, recipe)
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)])
 def test_o07_no_tokens(device: str, recipe: str, shape: tuple[int, ...]) -> None:
     """O-07: zero tokens, and an ordinary call after it."""
@@ -76,6 +99,47 @@ def test_o07_no_tokens(device: str, recipe: str, shape: tuple[int, ...]) -> None
     assert made.weight.grad.shape == (128, 64) and not made.weight.grad.any()
     x = torch.randn(40, 64, device=device)
     assert_close_as(made(x), twin(x), recipe)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("m, k", [(5, 13), (1, 1), (3, 200)])
+def test_o10_every_block_has_its_own_scale(device: str, m: int, k: int, format: str) -> None:
+    """O-10: widths that are no power of two, the largest value in row 0, last column: each block's
+    scale is that of its own largest value, row 0 included."""
+    x = torch.randn(m, k, device=device)
+    x[0, -1] = 56.0
+    q = nf.quantize(x, format)
+    size = {"nvfp4": 16, "mxfp4": 32}[format]
+    blocks = nn.functional.pad(x.bfloat16().float(), (0, -k % size)).unflatten(1, (-1, size))
+    amax = blocks.abs().amax(2).double().cpu()
+    assert q.scales.shape == amax.shape
+    if format == "mxfp4":
+        assert torch.equal(q.scales.float().double().cpu(), 2.0 ** torch.ceil(torch.log2(amax / 6)))
+        return
+    assert q.scale.item() == torch.tensor(56 / (448 * 6)).item()
+    want = (amax * 8).float().to(torch.float8_e4m3fn)  # 448 / 56: exact, so that ties are ties
+    assert torch.equal(q.scales.float().cpu(), want.float())
+    assert q.scales.float()[0, -1] == 448
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_o18_leading_dimensions_do_not_matter(device: str, recipe: str) -> None:
+    """O-18: x (5,64,256) eager, in a checkpoint and compiled is the 2-D call, reshaped."""
+    made, _ = layer_and_twin(256, 48, recipe, device)
+    x, g = torch.randn(5, 64, 256, device=device), torch.randn(5, 64, 48, device=device)
+
+    def run(call, x: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        torch.manual_seed(6)
+        return [y.detach(), *torch.autograd.grad(y, (leaf, made.weight), g)]
+
+    y, dx, dw = run(made, x.flatten(0, 1), g.flatten(0, 1))
+    want = [y.view(5, 64, 48), dx.view(5, 64, 256), dw]
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    for call in (made, lambda t: checkpoint(made, t, use_reentrant=False), compiled):
+        for a, b in zip(run(call, x, g), want, strict=True):
+            assert_same_bits(a, b)
 
 
 @pytest.mark.parametrize("recipe", FORMATS)

@@ -15,22 +15,37 @@ import textwrap
 
 import pytest
 import torch
-from conftest import assert_close_as, assert_same_bits, relative_error
+from conftest import assert_close_as, assert_same_bits, kinds, relative_error
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import narrowfloat as nf
 from narrowfloat import ops, support
+from narrowfloat.fp4_weights import PackedFP4Linear, fp4_weight_matmul_op
+from narrowfloat.settings import FP4Layer
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SRC = str(pathlib.Path(nf.__file__).parents[1])
 
 
-def step(made, x: Tensor, g: Tensor) -> list[Tensor]:
-    """[y, dx, dw, db] without touching .grad."""
+def layer(recipe: str, k: int, n: int, device: str | None = None, dtype=BF16) -> nf.Linear:
+    return nf.Linear(k, n, device=device, dtype=dtype, recipe=recipe)
+
+
+def rounded_to_nearest(recipe: str) -> nf.Recipe | nf.FP4Recipe:
+    """Without the random bits, which graphs that replay at once would take from one generator."""
+    return (
+        nf.RECIPES[recipe] if recipe == "fp8" else nf.FP4Recipe(recipe, recipe, True, True, False)
+    )
+
+
+def step(made, x: Tensor, g: Tensor, seed: int | None = 0) -> list[Tensor]:
+    """[y, dx, dw, db] without touching .grad; the same bits each time, but with no seed."""
     leaf = x.detach().requires_grad_()
     y = made(leaf)
+    if seed is not None:
+        torch.manual_seed(seed)
     return [y.detach(), *torch.autograd.grad(y, [leaf, made.weight, made.bias], g)]
 
 
@@ -51,12 +66,12 @@ def python(code: str, **environment: str) -> str:
 
 
 @pytest.mark.gpu
-def test_o59_a_device_that_is_not_the_current_one(cuda):
+def test_o59_a_device_that_is_not_the_current_one(cuda, recipe):
     """O-59: cuda:1 while cuda:0 is current: right, and cuda:0 neither used nor made current."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     torch.cuda.set_device(0)
-    base = nf.FP8Linear(64, 48, dtype=BF16)
+    base = layer(recipe, 64, 48)
     x, g = torch.randn(24, 64, dtype=BF16), torch.randn(24, 48, dtype=BF16)
     results = []
     try:
@@ -94,14 +109,16 @@ def cards(monkeypatch):
             "get_device_capability",
             lambda device=0: capabilities[torch.device(device).index or 0],
         )
-        support.ready.difference_update({d for d in support.ready if d.type == "cuda"})
+        for found in (support.ready, support.ready_fp4):
+            found.difference_update({d for d in found if d.type == "cuda"})
 
     # a fake tensor on a card would touch the card
     monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda *_: None)
-    known = set(support.ready)
+    known = set(support.ready), set(support.ready_fp4)
     yield pretend
-    support.ready.clear()
-    support.ready.update(known)
+    for found, before in zip((support.ready, support.ready_fp4), known, strict=True):
+        found.clear()
+        found.update(before)
 
 
 def fake_operands(index: int) -> tuple[FakeTensorMode, Tensor, Tensor]:
@@ -112,67 +129,86 @@ def fake_operands(index: int) -> tuple[FakeTensorMode, Tensor, Tensor]:
     return mode, x, w
 
 
+@pytest.mark.filterwarnings("ignore::narrowfloat.support.EmulationWarning")
 @pytest.mark.parametrize("order", [((9, 0), (8, 0)), ((8, 0), (9, 0)), ((7, 5), (12, 0))])
-def test_o60_each_device_is_asked_for_itself(cards, order):
-    """O-60: an older card beside one with FP8 changes nothing for the latter."""
+def test_o60_each_device_is_asked_for_itself(cards, order, recipe):
+    """O-60: an older card beside one with FP8 changes nothing for the latter, nor one with FP4
+    beside one without."""
     operands = [fake_operands(index) for index in range(2)]
     cards(*order)
     for index, capability in enumerate(order):
         good = capability >= (8, 9)
         for name in (index, f"cuda:{index}", torch.device("cuda", index)):
-            answer = nf.supported("fp8", name)
+            answer = nf.supported(recipe, name)
             assert answer.ok == bool(answer) == good
-            assert answer.how == ("native" if good else "no")
+            native = recipe == "fp8" or capability >= (10, 0)
+            assert answer.how == (("native" if native else "emulation") if good else "no")
         mode, x, w = operands[index]
         assert x.device == torch.device("cuda", index)
         if good:
             with mode:
-                assert nf.linear(x, w).shape == (8, 32)
+                assert nf.linear(x, w, None, recipe).shape == (8, 32)
         else:
-            with mode, pytest.raises(NotImplementedError, match=f"cuda:{index}"):
-                nf.linear(x, w)
+            with mode, pytest.raises(NotImplementedError, match=f"{recipe}, got cuda:{index}"):
+                nf.linear(x, w, None, recipe)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (7, 5), (8, 6), (6, 1), (8, 7)])
-def test_o92_an_unsupported_architecture_is_named(cards, capability):
+def test_o92_an_unsupported_architecture_is_named(cards, capability, recipe):
     """O-92: recipe, the sm found and the supported ones, at the first call, before any launch."""
     mode, x, w = fake_operands(0)
     cards(capability)
-    answer = nf.supported("fp8", "cuda")
+    answer = nf.supported(recipe, "cuda")
     assert not answer
-    calls = (
-        lambda: nf.linear(x, w),
-        lambda: nf.matmul(x, w.t()),
-        lambda: nf.fp8_linear_forward(x, w),
-        lambda: nf.fp8_linear_backward(x.new_empty(8, 32), x, w),
-    )
+    calls = [lambda: nf.linear(x, w, None, recipe), lambda: nf.matmul(x, w.t(), recipe)]
+    if recipe == "fp8":
+        calls += [
+            lambda: nf.fp8_linear_forward(x, w),
+            lambda: nf.fp8_linear_backward(x.new_empty(8, 32), x, w),
+        ]
+    else:
+        calls += [lambda: nf.quantize(x, recipe)]
+    if recipe == "nvfp4":
+        calls += [
+            lambda: nf.fp4_matmul(x, w.t()),
+            lambda: nf.fp4_matmul_backward_A(x.new_empty(8, 32), w.t()),
+            lambda: nf.fp4_matmul_backward_B(x, x.new_empty(8, 32)),
+            lambda: nf.fp4_quantize(x),
+        ]
     for call in calls:
         with mode, pytest.raises(NotImplementedError) as caught:
             call()
-        for word in ("fp8", f"sm_{capability[0]}{capability[1]}", "sm_89", "sm_90", "sm_120"):
+        for word in (recipe, f"sm_{capability[0]}{capability[1]}", "sm_89", "sm_90", "sm_120"):
             assert word in str(caught.value), word
             assert word in answer.reason, word
 
 
+@pytest.mark.filterwarnings("ignore::narrowfloat.support.EmulationWarning")
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
-def test_o92_a_supported_architecture_is_taken(cards, capability):
+def test_o92_a_supported_architecture_is_taken(cards, capability, recipe):
     """O-92: and every architecture of the table runs."""
     mode, x, w = fake_operands(0)
     cards(capability)
-    assert nf.supported("fp8", "cuda").how == "native"
+    native = recipe == "fp8" or capability >= (10, 0)
+    assert nf.supported(recipe, "cuda").how == ("native" if native else "emulation")
     with mode:
-        assert nf.linear(x, w).device == x.device
+        assert nf.linear(x, w, None, recipe).device == x.device
 
 
-def test_o66_mixed_devices_are_named():
+def test_o66_mixed_devices_are_named(recipe):
     """O-66: the operand on another device is named, with both devices."""
     x, w, bias = torch.randn(8, 16), torch.randn(32, 16), torch.randn(32)
     with pytest.raises(ValueError, match="w on cpu.*meta"):
-        nf.linear(x, w.to("meta"))
+        nf.linear(x, w.to("meta"), None, recipe)
     with pytest.raises(ValueError, match="bias on cpu.*meta"):
-        nf.linear(x, w, bias.to("meta"))
+        nf.linear(x, w, bias.to("meta"), recipe)
     with pytest.raises(ValueError, match="meta"):
-        nf.matmul(x, w.t().to("meta"))
+        nf.matmul(x, w.t().to("meta"), recipe)
+
+
+def test_o66_scales_on_another_device_are_named():
+    """O-66: a scale or a quantized operand on another device is named, with both devices."""
+    x, w = torch.randn(8, 16), torch.randn(32, 16)
     with pytest.raises(ValueError, match="meta"):
         nf.fp8_linear_backward(torch.randn(8, 32), x, w.to("meta"))
     with pytest.raises(ValueError, match="meta"):
@@ -186,37 +222,50 @@ def test_o66_mixed_devices_are_named():
         ops.scaled_mm(a.data, b.data.to("meta"), a.scale, b.scale)
 
 
-def test_o66_mixed_devices_where_only_shapes_are_computed():
+def test_o66_mixed_devices_where_only_shapes_are_computed(recipe):
     """O-66: an x on meta does not hide that the weight is elsewhere."""
     x, w = torch.randn(8, 16, device="meta"), torch.randn(32, 16)
     with pytest.raises(ValueError, match="w on meta.*cpu"):
-        nf.linear(x, w)
+        nf.linear(x, w, None, recipe)
     with pytest.raises(ValueError, match="meta"):
-        nf.FP8Linear(16, 32)(x)
+        layer(recipe, 16, 32, dtype=F32)(x)
 
 
 @pytest.mark.gpu
-def test_o66_mixed_devices_with_a_gpu(cuda):
+def test_o66_mixed_devices_with_a_gpu(cuda, recipe):
     """O-66: the same between the CPU and a GPU; the CPU alone works."""
-    x, w, bias = torch.randn(8, 16), torch.randn(32, 16), torch.randn(32)
+    x, w, bias = torch.randn(64, 64), torch.randn(32, 64), torch.randn(32)
     with pytest.raises(ValueError, match="w on cpu.*cuda"):
-        nf.linear(x, w.to(cuda))
+        nf.linear(x, w.to(cuda), None, recipe)
     with pytest.raises(ValueError, match="w on cuda.*cpu"):
-        nf.linear(x.to(cuda), w)
+        nf.linear(x.to(cuda), w, None, recipe)
     with pytest.raises(ValueError, match="bias on cuda.*cpu"):
-        nf.linear(x.to(cuda), w.to(cuda), bias)
+        nf.linear(x.to(cuda), w.to(cuda), bias, recipe)
+    assert_close_as(nf.linear(x, w, bias, recipe), x @ w.t() + bias, kinds(recipe)[0])
+
+
+@pytest.mark.gpu
+def test_o66_scales_on_the_cpu_are_named(cuda):
+    """O-66: what was quantized or saved on one device is refused on another, by name."""
+    x, w = torch.randn(8, 16), torch.randn(32, 16)
     with pytest.raises(ValueError, match=r"cuda|cpu"):
         nf.fp8_linear_backward(torch.randn(8, 32), x.to(cuda), w.to(cuda))
     a, b = nf.quantize(x.to(cuda)), nf.quantize(w.to(cuda))
     with pytest.raises(ValueError, match="a_scale on cuda.*cpu"):
         ops.scaled_mm(a.data, b.data, a.scale.cpu(), b.scale)
-    assert_close_as(nf.linear(x, w, bias), x @ w.t() + bias)
+    whole = FP4Layer(wanted=True, dw_dtype=F32).pack()
+    saved = ops.fp4_linear_forward(x.to(cuda), w.to(cuda), None, whole)[1:]
+    dy, names = torch.randn(8, 32, device=cuda), ("x_columns", "x_columns_scales", "scales")
+    for i, name in enumerate(names):
+        moved = [t.cpu() if j == i else t for j, t in enumerate(saved)]
+        with pytest.raises(ValueError, match=f"expected {name} on cuda.*cpu"):
+            ops.fp4_linear_backward(dy, *moved, w.to(cuda), None, 16, whole)
 
 
-def test_o66_the_cpu_alone_works():
+def test_o66_the_cpu_alone_works(recipe):
     """O-66: a CPU-only module call is served by the reference kernels."""
-    made = nf.FP8Linear(16, 32)
-    assert nf.supported("fp8", "cpu").how == "reference"
+    made = layer(recipe, 16, 32, dtype=F32)
+    assert nf.supported(recipe, "cpu").how == "reference"
     x = torch.randn(8, 16, requires_grad=True)
     made(x).sum().backward()
     assert x.grad.any() and made.weight.grad.any()
@@ -226,9 +275,9 @@ def test_o66_the_cpu_alone_works():
 
 
 @pytest.mark.gpu
-def test_o61_other_streams(cuda):
+def test_o61_other_streams(cuda, recipe):
     """O-61: on a side stream the layer waits for what was written there, 100 of 100 times."""
-    made = nf.FP8Linear(256, 128, device=cuda, dtype=BF16)
+    made = layer(recipe, 256, 128, cuda)
     g = torch.ones(64, 128, device=cuda, dtype=BF16)
     values = [1.0 + i / 4 for i in range(5)]
     right = [step(made, torch.full((64, 256), v, device=cuda, dtype=BF16), g) for v in values]
@@ -281,18 +330,24 @@ def captured(made, x: Tensor, g: Tensor, reuse: bool = False):
     graph = torch.cuda.CUDAGraph()
     if reuse:
         with nf.reuse_weights(made), torch.cuda.graph(graph):
-            results = step(made, x, g)
+            results = step(made, x, g, seed=None)
     else:
         with torch.cuda.graph(graph):
-            results = step(made, x, g)
+            results = step(made, x, g, seed=None)
     return graph, results
+
+
+def replay(graph: torch.cuda.CUDAGraph) -> None:
+    """With the random bits of step()."""
+    torch.manual_seed(0)
+    graph.replay()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("m", "k", "n"), [(64, 256, 128), (33, 100, 65)])
-def test_o62_a_graph_owns_its_workspace(cuda, m, k, n):
+def test_o62_a_graph_owns_its_workspace(cuda, recipe, m, k, n):
     """O-62: replays are right, and write nothing else, after everything else was freed."""
-    made = nf.FP8Linear(k, n, device=cuda, dtype=BF16)
+    made = layer(recipe, k, n, cuda)
     x = torch.randn(m, k, device=cuda, dtype=BF16)
     g = torch.randn(m, n, device=cuda, dtype=BF16)
     graph, results = captured(made, x, g)
@@ -300,9 +355,10 @@ def test_o62_a_graph_owns_its_workspace(cuda, m, k, n):
     torch.cuda.empty_cache()
     others = [torch.full((1 << 22,), 7, dtype=torch.uint8, device=cuda) for _ in range(32)]
     for i in range(100):
+        torch.manual_seed(i + 1)
         x.normal_()
         g.normal_()
-        graph.replay()
+        replay(graph)
         if i % 10 == 0:
             for a, b in zip(results, step(made, x, g), strict=True):
                 assert_same_bits(a, b, f"replay {i}")
@@ -311,10 +367,11 @@ def test_o62_a_graph_owns_its_workspace(cuda, m, k, n):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [256, 1024])
-def test_graphs_replayed_beside_each_other(cuda, size):
+def test_graphs_replayed_beside_each_other(cuda, recipe, size):
     """Graphs share nothing: three replay at once on streams of their own beside an eager layer,
     each right each time. Their grids meet at barriers, and at 1024 do not fit together."""
-    layers = [nf.FP8Linear(size, size, device=cuda, dtype=BF16) for _ in range(4)]
+    nearest = rounded_to_nearest(recipe)
+    layers = [nf.Linear(size, size, device=cuda, dtype=BF16, recipe=nearest) for _ in range(4)]
     xs = [torch.randn(size, size, device=cuda, dtype=BF16) for _ in layers]
     gs = [torch.randn(size, size, device=cuda, dtype=BF16) for _ in layers]
     right = [step(*operands) for operands in zip(layers, xs, gs, strict=True)]
@@ -338,9 +395,9 @@ def test_graphs_replayed_beside_each_other(cuda, size):
 
 
 @pytest.mark.gpu
-def test_o63_captures_do_not_pile_up(cuda):
+def test_o63_captures_do_not_pile_up(cuda, recipe):
     """O-63: free device memory after 50 captures is that after 5, within 64 MB."""
-    made = nf.FP8Linear(256, 128, device=cuda, dtype=BF16)
+    made = layer(recipe, 256, 128, cuda)
     x = torch.randn(64, 256, device=cuda, dtype=BF16)
     g = torch.randn(64, 128, device=cuda, dtype=BF16)
     alone = "PYTEST_XDIST_WORKER" not in os.environ  # else others allocate on the same device
@@ -366,7 +423,7 @@ def test_o63_captures_do_not_pile_up(cuda):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("first", ["ours", "a plain matmul"])
-def test_o64_the_first_cuda_work_of_a_process(cuda, first):
+def test_o64_the_first_cuda_work_of_a_process(cuda, first, recipe):
     """O-64: works as the very first CUDA work, and after torch made its own handles."""
     out = python(f"""
         import torch, narrowfloat as nf
@@ -375,9 +432,9 @@ def test_o64_the_first_cuda_work_of_a_process(cuda, first):
         a, b = x.to("cuda"), w.to("cuda").requires_grad_()
         if {first!r} != "ours":
             (a @ b.t()).sum().item()
-        y = nf.linear(a, b)
+        y = nf.linear(a, b, None, {recipe!r})
         y.sum().backward()
-        ref = nf.linear(x, w)
+        ref = nf.linear(x, w, None, {recipe!r})
         error = (y.detach().cpu() - ref).norm() / ref.norm()
         assert error < 1e-2, error
         (a @ b.t()).sum().item()
@@ -387,37 +444,39 @@ def test_o64_the_first_cuda_work_of_a_process(cuda, first):
 
 
 @pytest.mark.gpu
-def test_o65_a_capture_leaves_no_flag_behind(cuda):
+def test_o65_a_capture_leaves_no_flag_behind(cuda, recipe):
     """O-65: after a capture with held weights, another module's graph follows its own weight."""
-    a, b = (nf.FP8Linear(128, 64, device=cuda, dtype=BF16) for _ in range(2))
+    a, b = (layer(recipe, 128, 64, cuda) for _ in range(2))
     x = torch.randn(32, 128, device=cuda, dtype=BF16)
     g = torch.randn(32, 64, device=cuda, dtype=BF16)
     graph_a, _ = captured(a, x, g, reuse=True)
     graph_b, results = captured(b, x, g)
-    for _ in range(4):
+    for i in range(4):
+        torch.manual_seed(i + 1)
         with torch.no_grad():
             b.weight.normal_()
             b.bias.normal_()
         graph_a.replay()
-        graph_b.replay()
+        replay(graph_b)
         for got, right in zip(results, step(b, x, g), strict=True):
             assert_same_bits(got, right)
 
 
 @pytest.mark.gpu
-def test_o65_a_weight_held_in_a_capture(cuda):
+def test_o65_a_weight_held_in_a_capture(cuda, recipe):
     """O-65: a weight quantized inside the capture is quantized at each replay, and not kept for
     eager calls, where it would be what the last replay left."""
-    made = nf.FP8Linear(128, 64, device=cuda, dtype=BF16)
+    made = layer(recipe, 128, 64, cuda)
     x = torch.randn(32, 128, device=cuda, dtype=BF16)
     g = torch.randn(32, 64, device=cuda, dtype=BF16)
     step(made, x, g)
     graph, results = captured(made, x, g, reuse=True)
-    for _ in range(3):
+    for i in range(3):
+        torch.manual_seed(i + 1)
         with torch.no_grad():
             made.weight.normal_()
         right = step(made, x, g)
-        graph.replay()
+        replay(graph)
         for a, b in zip(results, right, strict=True):
             assert_same_bits(a, b)
 
@@ -425,10 +484,10 @@ def test_o65_a_weight_held_in_a_capture(cuda):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("shape", [(64, 256, 128), (33, 100, 65), (0, 64, 32)])
-def test_o68_no_host_synchronization(cuda, shape, dtype):
+def test_o68_no_host_synchronization(cuda, recipe, shape, dtype):
     """O-68: forward and backward never wait for the device, and can be captured."""
     m, k, n = shape
-    made = nf.FP8Linear(k, n, device=cuda, dtype=dtype)
+    made = layer(recipe, k, n, cuda, dtype)
     x = torch.randn(m, k, device=cuda).to(dtype)
     g = torch.randn(m, n, device=cuda).to(dtype)
     right = step(made, x, g)  # warm: kernels are loaded, plans made
@@ -436,7 +495,7 @@ def test_o68_no_host_synchronization(cuda, shape, dtype):
     torch.cuda.set_sync_debug_mode("error")
     try:
         result = step(made, x, g)
-        nf.quantize(x)
+        nf.quantize(x, "e4m3" if recipe == "fp8" else recipe)
         with nf.reuse_weights(made):
             step(made, x, g)
             step(made, x, g)
@@ -445,16 +504,32 @@ def test_o68_no_host_synchronization(cuda, shape, dtype):
     for a, b in zip(result, right, strict=True):
         assert_same_bits(a, b)
     graph, results = captured(made, x, g)
-    graph.replay()
+    replay(graph)
     for a, b in zip(results, right, strict=True):
         assert_same_bits(a, b)
 
 
 @pytest.mark.gpu
-def test_o68_returns_before_the_device_is_done(cuda):
+@pytest.mark.parametrize("tokens", [1, 40, 100])
+def test_o68_packed_weights_do_not_synchronize(cuda, tokens):
+    """O-68: nor does a layer with packed weights, whichever way its product runs."""
+    made = PackedFP4Linear.from_linear(nn.Linear(256, 96, device=cuda, dtype=BF16), "nvfp4")
+    x = torch.randn(tokens, 256, device=cuda, dtype=BF16)
+    right = made(x)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = made(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_same_bits(again, right)
+
+
+@pytest.mark.gpu
+def test_o68_returns_before_the_device_is_done(cuda, recipe):
     """O-68: torch's debug mode sees torch's own waits only; a device kept busy for about two
     seconds is still busy when forward and backward have returned."""
-    made = nf.FP8Linear(256, 128, device=cuda, dtype=BF16)
+    made = layer(recipe, 256, 128, cuda)
     x = torch.randn(64, 256, device=cuda, dtype=BF16)
     g = torch.randn(64, 128, device=cuda, dtype=BF16)
     step(made, x, g)
@@ -472,9 +547,9 @@ def test_o68_returns_before_the_device_is_done(cuda):
 
 
 @pytest.mark.gpu
-def test_o67_memory_does_not_grow_with_steps(cuda):
+def test_o67_memory_does_not_grow_with_steps(cuda, recipe):
     """O-67: 32 layers: allocated memory after 10 steps is that after 300, held weights too."""
-    model = nn.Sequential(*[nf.FP8Linear(64, 64, device=cuda, dtype=BF16) for _ in range(32)])
+    model = nn.Sequential(*[layer(recipe, 64, 64, cuda) for _ in range(32)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
     x = torch.randn(48, 64, device=cuda, dtype=BF16)
 
@@ -502,29 +577,36 @@ def test_o67_memory_does_not_grow_with_steps(cuda):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_o67_inference_leaves_nothing_but_y(cuda, mode):
-    """O-67: after a forward without gradients only y is allocated."""
-    made = nf.FP8Linear(1024, 512, device=cuda, dtype=BF16)
-    x = torch.randn(256, 1024, device=cuda, dtype=BF16)
-    with mode():
-        made(x)
-        before = torch.cuda.memory_allocated()
-        y = made(x)
-    assert torch.cuda.memory_allocated() - before == y.numel() * 2
+@pytest.mark.parametrize("packed", [False, True])
+def test_o67_inference_leaves_nothing_but_y(cuda, mode, recipe, packed):
+    """O-67: after a forward without gradients only y is allocated, with packed weights too."""
+    made = layer(recipe, 1024, 512, cuda)
+    if packed:
+        if recipe == "fp8":
+            pytest.skip("FP4 alone packs weights")
+        made = PackedFP4Linear.from_linear(made, recipe)
+    for tokens in (256, 32):
+        x = torch.randn(tokens, 1024, device=cuda, dtype=BF16)
+        with mode():
+            made(x)
+            before = torch.cuda.memory_allocated()
+            y = made(x)
+        assert torch.cuda.memory_allocated() - before == y.numel() * 2
+        del y
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("reuse", [False, True])
-def test_o70_nothing_is_left_after_backward(cuda, reuse):
+def test_o70_nothing_is_left_after_backward(cuda, recipe, reuse):
     """O-70: 16 layers: after backward no more is allocated than by bf16 layers."""
 
-    def left(kind) -> int:
-        model = nn.Sequential(*[kind(512, 512, device=cuda, dtype=BF16) for _ in range(16)])
+    def left(make, ours: bool) -> int:
+        model = nn.Sequential(*[make() for _ in range(16)])
         x = torch.randn(256, 512, device=cuda, dtype=BF16)
         model(x).sum().backward()  # handles and workspaces of torch's own exist from here on
         model.zero_grad(set_to_none=True)
         before = torch.cuda.memory_allocated()
-        if reuse and kind is nf.FP8Linear:
+        if reuse and ours:
             with nf.reuse_weights(model):
                 model(x).sum().backward()
         else:
@@ -532,12 +614,14 @@ def test_o70_nothing_is_left_after_backward(cuda, reuse):
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated() - before
 
-    assert left(nf.FP8Linear) <= left(nn.Linear)
+    plain = left(lambda: nn.Linear(512, 512, device=cuda, dtype=BF16), False)
+    assert left(lambda: layer(recipe, 512, 512, cuda), True) <= plain
 
 
-def test_o70_nothing_is_left_in_python(device):
+def test_o70_nothing_is_left_in_python(device, recipe):
     """O-70: nor does any tensor outlive the step in Python: none more after five steps than one."""
-    model = nn.Sequential(nf.FP8Linear(32, 64), nn.ReLU(), nf.FP8Linear(64, 32)).to(device)
+    first, second = layer(recipe, 32, 64, device, F32), layer(recipe, 64, 32, device, F32)
+    model = nn.Sequential(first, nn.ReLU(), second)
     x = torch.randn(16, 32, device=device)
 
     def tensors() -> int:
@@ -583,6 +667,67 @@ def test_o69_each_scale_counts(device, formats, out_dtype):
         with_bias = ops.scaled_mm(a, b, one, unit, bias, out_dtype)
         ref = ref + bias.double()
         assert relative_error(with_bias, ref) < 2**-8  # the bias is not scaled
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, F32, F16])
+def test_o69_each_scale_of_fp4_counts(device, out_dtype):
+    """O-69: the scale of packed weights changes their product by exactly its factor, for few
+    tokens and many, and no bias; so does the saved scale of x its weight gradient, and an
+    FP4Tensor's scale its values."""
+    w = PackedFP4Linear.from_linear(nn.Linear(96, 40, device=device), "nvfp4")
+    one, bias = torch.full((1,), 2.0**-3, device=device), torch.randn(40, device=device)
+    for tokens in (3, 40, 80):
+        x = torch.randn(tokens, 96, device=device).to(BF16)
+        base = fp4_weight_matmul_op(x, w.packed, one, None, 40, out_dtype, False)
+        for factor in (0.5, 2.0, 4.0):
+            d = fp4_weight_matmul_op(x, w.packed, one * factor, None, 40, out_dtype, False)
+            normal = base.abs() > torch.finfo(out_dtype).tiny * 4
+            assert base.any() and torch.equal(d[normal], (base * factor)[normal])
+        d = fp4_weight_matmul_op(x, w.packed, one, bias, 40, out_dtype, False)
+        assert relative_error(d, base.double() + bias.double()) < 2**-7
+    x, w, dy = (torch.randn(s, device=device) for s in ((48, 64), (32, 64), (48, 32)))
+    for mx in (False, True):
+        whole = FP4Layer(mx, rotate=True, wanted=True, dw_dtype=out_dtype).pack()
+        codes, codes_scales, scale = ops.fp4_linear_forward(x, w, None, whole)[1:]
+        base = ops.fp4_linear_backward(dy, codes, codes_scales, scale, w, None, 64, whole)[1]
+        d = ops.fp4_linear_backward(dy, codes, codes_scales, scale * 4, w, None, 64, whole)[1]
+        normal = base.abs() > torch.finfo(out_dtype).tiny * 4
+        assert base.any() and torch.equal(d[normal], (base * 4)[normal])
+        q = nf.quantize(x, "mxfp4" if mx else "nvfp4")
+        assert torch.equal(q._replace(scale=q.scale * 4).dequantize(), q.dequantize() * 4)
+
+
+def test_o73_shapes_of_the_scale_of_packed_weights(device):
+    """O-73: (), (1,) and (1,1) are one scale, eager and compiled."""
+    made = PackedFP4Linear.from_linear(nn.Linear(64, 32, device=device), "nvfp4")
+    x = torch.randn(4, 64, device=device).to(BF16)
+
+    def product(scale: Tensor) -> Tensor:
+        return fp4_weight_matmul_op(x, made.packed, scale, None, 32, F32, False)
+
+    right = product(made.scale)
+    for shape in ((), (1,), (1, 1)):
+        scale = made.scale.reshape(shape)
+        assert_same_bits(product(scale), right)
+        torch._dynamo.reset()
+        compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
+        assert_same_bits(compiled(scale), right)
+    with pytest.raises(ValueError, match="expected the scale"):
+        product(torch.ones(2, device=device))
+
+
+@pytest.mark.parametrize("tokens", [4, 80])
+def test_o97_output_dtype_with_packed_weights(device, tokens):
+    """O-97: what packed weights give has the dtype asked for; others are a TypeError that says
+    which there are."""
+    made = PackedFP4Linear.from_linear(nn.Linear(64, 32, device=device), "nvfp4")
+    x = torch.randn(tokens, 64, device=device).to(BF16)
+    for dtype in (BF16, F16, F32):
+        y = fp4_weight_matmul_op(x, made.packed, made.scale, None, 32, dtype, False)
+        assert y.dtype == dtype and y.isfinite().all() and y.any()
+    for dtype in (torch.float8_e4m3fn, torch.float64, torch.int32):
+        with pytest.raises(TypeError, match="out_dtype.*float32, bfloat16"):
+            fp4_weight_matmul_op(x, made.packed, made.scale, None, 32, dtype, False)
 
 
 def test_o97_output_dtype(device):
@@ -641,33 +786,76 @@ def test_o87_long_sums_are_deterministic(device, which, dtype):
     assert relative_error(results[0], ref) < limit
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_o87_long_sums_are_deterministic_in_fp4(device, format, dtype):
+    """O-87: K = 65536 with a small output, in y and, given its draws, in dw and dx: equal bits each
+    run, and the error that one fp32 sum has."""
+    runs = 100 if device == "cuda" else 2
+    long = 65536 if device == "cuda" else 4096  # the reference is slow
+    a, b = (torch.randn(64, long, device=device).to(dtype) for _ in range(2))
+    recipe = nf.FP4Recipe(format, format, weights_2d=False)
+    x, g, w = b.t().contiguous(), a.t().contiguous(), torch.randn(64, 64, device=device).to(dtype)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = []
+        for _ in range(runs):
+            leaf, weight = x.requires_grad_(), w.requires_grad_()
+            y = nf.linear(leaf, weight, None, recipe)
+            torch.manual_seed(7)
+            gradients = torch.autograd.grad(y, (leaf, weight), g)
+            results.append((nf.linear(a, b, None, recipe), *gradients))
+            for t, right in zip(results[-1], results[0], strict=True):
+                assert_same_bits(t.detach(), right.detach())
+            del results[1:]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    qa, qb = nf.quantize(a, format), nf.quantize(b, format)
+    ref = qa.dequantize(F32).double() @ qb.dequantize(F32).double().t()
+    assert relative_error(results[0][0].detach(), ref) < (2**-7 if dtype == BF16 else 1e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 80])
+def test_o87_packed_weights_are_deterministic(device, tokens):
+    """O-87: K = 65536 over packed weights, where the product splits K."""
+    long = 65536 if device == "cuda" else 4096
+    made = PackedFP4Linear.from_linear(nn.Linear(long, 64, False, device), "nvfp4")
+    x = torch.randn(tokens, long, device=device)
+    right = made(x)
+    for _ in range(50 if device == "cuda" else 1):
+        assert_same_bits(made(x), right)
+    ref = x.to(BF16).double() @ made.dequantize().double().t()
+    assert relative_error(right, ref) < 1e-3
+
+
 # install
 
 
-def test_o91_import_and_build_without_a_gpu():
+def test_o91_import_and_build_without_a_gpu(recipe):
     """O-91: no GPU visible: import, construct, state_dict and the CPU work; CUDA says why not."""
     out = python(
-        """
+        f"recipe = {recipe!r}\n"
+        + textwrap.dedent("""
         import torch
         import narrowfloat as nf
         assert not torch.cuda.is_initialized()
-        made = nf.FP8Linear(16, 32)
+        made = nf.Linear(16, 32, recipe=recipe)
         model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-        nf.convert(model, head=True)
+        nf.convert(model, recipe, head=True)
         print(sorted(made.state_dict()), made(torch.randn(2, 16)).shape[1])
-        answer = nf.supported("fp8", "cuda")
+        answer = nf.supported(recipe, "cuda")
         print(bool(answer), len(answer.reason) > 10)
-        print(bool(nf.supported("fp8")), nf.supported("fp8").how)
+        print(bool(nf.supported(recipe)), nf.supported(recipe).how)
         from torch._subclasses.fake_tensor import FakeTensorMode
         with FakeTensorMode():
             x = torch.empty(4, 16, device="cuda")
             w = torch.empty(8, 16, device="cuda")
             try:
-                nf.linear(x, w)
+                nf.linear(x, w, None, recipe)
             except NotImplementedError as error:
-                print(answer.reason in str(error) and "recipe fp8" in str(error))
+                print(answer.reason in str(error) and f"recipe {recipe}" in str(error))
         assert not torch.cuda.is_initialized()
-        """,
+        """),
         CUDA_VISIBLE_DEVICES="",
     )
     assert out.splitlines() == ["['bias', 'weight'] 32", "False True", "True reference", "True"]

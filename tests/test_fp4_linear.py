@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from conftest import assert_close_as, assert_same_bits, relative_error
 from torch import Tensor, nn
 
 import narrowfloat as nf
-from narrowfloat import numerics_fp4, ops, reference_fp4
+from narrowfloat import ops, reference_fp4
 from narrowfloat.settings import FP4Layer, FP4Quantize, Orientation
 
 SHAPES = [(1, 16, 16), (50, 64, 128), (33, 100, 72), (64, 767, 2), (128, 256, 24), (200, 520, 136)]
@@ -128,75 +127,6 @@ def test_layer_against_nn_linear(device: str, dtype: torch.dtype, recipe: str) -
         assert a.dtype == b.dtype == dtype
         assert_close_as(a, b, kind + what)
     assert relative_error(results[0][3], results[1][3]) < 5e-3
-
-
-def effective_gain(recipe: str, device: str, draws: int = 64) -> list[float]:
-    """Error of the mean of 1, 4, 16, .. backward passes to the mean of all gradients that dy's
-    rounding could give: the products of the unrounded dy with the quantized other operand."""
-    layer = nf.Linear(128, 96, bias=False, device=device, recipe=recipe)
-    x = torch.randn(64, 128, device=device, requires_grad=True)
-    g = torch.randn(64, 96, device=device).bfloat16().float()
-    y = layer(x)
-    rounded = numerics_fp4.quantize_operand(
-        layer.weight.detach().cpu(), Orientation(True), recipe == "mxfp4", recipe != "mxfp4"
-    )
-    if recipe == "mxfp4":  # along N in dgrad
-        rounded = numerics_fp4.quantize_operand(
-            layer.weight.detach().cpu().t(), Orientation(True), True
-        )
-        w = (reference_fp4.values(rounded.codes, rounded.scales) * rounded.scale)[:128, :96].t()
-    else:
-        w = (reference_fp4.values(rounded.codes, rounded.scales) * rounded.scale)[:96, :128]
-    want = g.double().cpu() @ w.double()
-    total, errors = torch.zeros(64, 128, dtype=torch.float64), []
-    for n in range(1, draws + 1):
-        (dx,) = torch.autograd.grad(y, x, g, retain_graph=True)
-        total += dx.double().cpu()
-        if math.log(n, 4).is_integer():
-            errors.append(relative_error(total / n, want))
-    return errors
-
-
-@pytest.mark.parametrize("recipe", ["nvfp4_unbiased", "mxfp4"])
-def test_averaging_gains_half_a_bit_a_doubling(device: str, recipe: str) -> None:
-    """Stochastic rounding is unbiased: four times the passes halve the error, over and over."""
-    errors = effective_gain(recipe, device)
-    bits = [math.log2(a / b) for a, b in itertools.pairwise(errors)]
-    assert all(0.85 < gained < 1.15 for gained in bits), (errors, bits)
-
-
-def test_saturation_is_what_the_default_scales_cost(device: str) -> None:
-    """With block scales to nearest the largest values are cut, and the mean keeps that error."""
-    default, unbiased = (effective_gain(r, device) for r in ("nvfp4", "nvfp4_unbiased"))
-    assert default[0] < unbiased[0]  # a single pass is better
-    assert default[-1] > unbiased[-1]
-
-
-def test_the_seed_is_torchs(device: str) -> None:
-    layer = nf.FP4Linear(64, 48, device=device)
-    x = torch.randn(32, 64, device=device, requires_grad=True)
-    g = torch.randn(32, 48, device=device)
-
-    def gradients() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(layer(x), (x, layer.weight), g)
-
-    torch.manual_seed(3)
-    first, second = gradients(), gradients()
-    torch.manual_seed(3)
-    again = gradients()
-    for a, b, c in zip(first, again, second, strict=True):
-        assert_same_bits(a, b)
-        assert not torch.equal(a, c)
-    nearest = nf.Linear(64, 48, device=device, recipe=nf.FP4Recipe("nearest", stochastic_dy=False))
-    state = torch.cuda.get_rng_state if device == "cuda" else torch.get_rng_state
-    before = state()
-    with torch.no_grad():
-        layer(x)
-    layer(x)
-    pairs = [torch.autograd.grad(nearest(x), (x, nearest.weight), g) for _ in range(2)]
-    for a, b in zip(*pairs, strict=True):
-        assert_same_bits(a, b)
-    assert torch.equal(state(), before)  # nothing else draws
 
 
 def test_what_is_saved(device: str) -> None:

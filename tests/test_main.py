@@ -31,7 +31,8 @@ def binary(**changed: object) -> SimpleNamespace:
         "torch_target": 0x020A000000000000,
         **changed,
     }
-    return SimpleNamespace(**{name: lambda value=value: value for name, value in answers.items()})
+    made = {name: lambda value=value: value for name, value in answers.items()}
+    return SimpleNamespace(**made, has_fp4=lambda capability, version: version >= 120804)
 
 
 def broken(*_: object) -> object:

@@ -72,6 +72,27 @@ def test_native_fp4(cards: Cards, capability: tuple[int, int], name: str) -> Non
         support.require(nf.RECIPES[name], torch.device("cuda", 0))
 
 
+@pytest.mark.parametrize("name", sorted(name for name in nf.RECIPES if "fp4" in name))
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])
+def test_fp4_beside_an_old_library(
+    cards: Cards, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str
+) -> None:
+    """What cuBLASLt cannot do is said, not called native: the binary takes bf16 operands then."""
+    cards(capability)
+    for version, how in ((130100, "native"), (120804, "native"), (120600, "emulation")):
+        library = types.SimpleNamespace(
+            archs=lambda: "sm_100f sm_120f", cublaslt_version=lambda version=version: version
+        )
+        monkeypatch.setattr(support._binary, "module", library)
+        answer = nf.supported(name, 0)
+        assert answer and answer.how == how
+        assert ("FP4 before cuBLASLt 12.8" in answer.reason) == (how == "emulation")
+        assert answer.reason.endswith("; not run on hardware")
+        assert nf.supported("fp8", 0).how == "native"
+    with pytest.warns(support.EmulationWarning, match="FP4 before cuBLASLt 12.8"):
+        support.require(nf.RECIPES[name], torch.device("cuda", 0))
+
+
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
 def test_emulated_fp4_warns_once(cards: Cards, capability: tuple[int, int]) -> None:
     cards(capability, capability)
