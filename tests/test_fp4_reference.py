@@ -401,7 +401,7 @@ def test_quantize_options(device: str) -> None:
     for option in ("two_d", "four_over_six"):
         with pytest.raises(ValueError, match="False for mxfp4"):
             nf.quantize(x, "mxfp4", **{option: True})
-    with pytest.raises(ValueError, match="'e4m3', 'e5m2', 'mxfp4', 'nvfp4'"):
+    with pytest.raises(ValueError, match="'e4m3', 'e5m2', .*'mxfp4', .*'nvfp4'"):
         nf.quantize(x, "fp4")
 
 

@@ -161,7 +161,8 @@ def quantize(
     if two_d or four_over_six or stochastic:
         raise ValueError(
             f"quantize: expected two_d, four_over_six and stochastic to be False for {format}, got "
-            f"{two_d}, {four_over_six}, {stochastic} (they are for {sorted(formats.BLOCK_FORMATS)})"
+            f"{two_d}, {four_over_six}, {stochastic} (they are for {sorted(formats.BLOCK_FORMATS)}"
+            ", two_d for fp8_block and fp8_block_pow2 too)"
         )
     return _quantize_fp8(x.detach(), fmt)
 
