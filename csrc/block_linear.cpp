@@ -399,10 +399,10 @@ std::tuple<Tensor, Tensor, Tensor> block_linear_backward(const Tensor& dy, std::
              ") for dy [..., ", n, "], got ", shape_of(*w));
     wm.emplace(*w, op, "w");
     if (w_columns && w_columns->numel() > 0 && choices.dgrad == Scaling::row) {
-      check_same_device(*w_columns, dy, op, "w_columns_scales");
+      check_same_device(*w_columns, dy, op, "w_columns_amax");
       NF_CHECK(w_columns->numel() == padded(k) && w_columns->is_contiguous() &&
                    w_columns->scalar_type() == ScalarType::Float,
-               op, ": expected w_columns_scales as float32 [", padded(k),
+               op, ": expected w_columns_amax as float32 [", padded(k),
                "], as the forward returns it, got ", shape_of(*w_columns));
       w_amax = static_cast<const uint32_t*>(w_columns->data_ptr());
     }

@@ -136,7 +136,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_linear_forward(const Tensor& x,
 std::tuple<Tensor, Tensor, Tensor> block_linear_backward(const Tensor& dy, std::optional<Tensor> x,
                                                          std::optional<Tensor> x_columns_scales,
                                                          std::optional<Tensor> w,
-                                                         std::optional<Tensor> w_columns_scales,
+                                                         std::optional<Tensor> w_columns_amax,
                                                          int64_t in_features, int64_t settings);
 
 }  // namespace narrowfloat
