@@ -56,7 +56,8 @@ struct ColumnMax<float> {
 template <typename T, bool kVectors>
 __global__ void __launch_bounds__(kBlockThreads, kBlockMeasureBlocksPerSm)
     narrowfloat_block_measure(const __grid_constant__ BlockMeasureParams p) {
-  constexpr int kUnroll = 32 / Eight<T>::kWords;  // 128 bytes in flight a thread
+  // words in flight a thread; what is not the usual way would spill more of them
+  constexpr int kUnroll = (kVectors ? 32 : 8) / Eight<T>::kWords;
   __shared__ uint32_t columns[kBlockWarps][kStripCols];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t strips = (p.cols + kStripCols - 1) / kStripCols;
