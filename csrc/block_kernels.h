@@ -8,7 +8,8 @@ namespace narrowfloat {
 
 constexpr int kBlockThreads = 256;
 constexpr int kBlockWarps = kBlockThreads / 32;
-constexpr int kBlockBlocksPerSm = 3;  // of the quantizing kernel, resident at once
+// Of the quantizing kernel, resident at once: while one waits for its tile, others write theirs.
+constexpr int block_blocks_per_sm(int element_bytes) { return element_bytes == 2 ? 4 : 3; }
 constexpr int kBlockMeasureBlocksPerSm = 4;
 constexpr int kBlockBand = 256;  // rows that a measuring block takes at once: 32 a warp
 

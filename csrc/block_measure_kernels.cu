@@ -56,7 +56,8 @@ struct ColumnMax<float> {
 template <typename T, bool kVectors>
 __global__ void __launch_bounds__(kBlockThreads, kBlockMeasureBlocksPerSm)
     narrowfloat_block_measure(const __grid_constant__ BlockMeasureParams p) {
-  constexpr int kUnroll = 32 / Eight<T>::kWords;  // 128 bytes in flight a thread
+  // words in flight a thread; what is not the usual way would spill more of them
+  constexpr int kUnroll = (kVectors ? 32 : 8) / Eight<T>::kWords;
   __shared__ uint32_t columns[kBlockWarps][kStripCols];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t strips = (p.cols + kStripCols - 1) / kStripCols;
@@ -99,14 +100,24 @@ __global__ void __launch_bounds__(kBlockThreads, kBlockMeasureBlocksPerSm)
   }
 }
 
+// A lane a column, a warp every eighth of its partial sums.
 __global__ void __launch_bounds__(kBlockThreads)
     narrowfloat_block_sums(const float* partials, int64_t count, int64_t cols, void* out,
                            Real type) {
-  const int64_t c = static_cast<int64_t>(blockIdx.x) * kBlockThreads + threadIdx.x;
-  if (c >= cols) return;
-  float total = 0.f;
+  __shared__ float sums[kBlockWarps][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * 32 + lane;
+  float sum = 0.f;
+  if (c < cols) {
 #pragma unroll 8
-  for (int64_t i = 0; i < count; ++i) total += partials[i * cols + c];
+    for (int64_t i = warp; i < count; i += kBlockWarps) sum += partials[i * cols + c];
+  }
+  sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp != 0 || c >= cols) return;
+  float total = 0.f;
+#pragma unroll
+  for (int i = 0; i < kBlockWarps; ++i) total += sums[i][lane];
   store_real(out, type, c, total);
 }
 
@@ -127,7 +138,7 @@ void launch_block_measure(const BlockMeasureParams& params, Real type, bool vect
 
 void launch_block_sums(const float* partials, int64_t count, int64_t cols, void* out, Real type,
                        cudaStream_t stream) {
-  const int blocks = static_cast<int>((cols + kBlockThreads - 1) / kBlockThreads);
+  const int blocks = static_cast<int>((cols + 31) / 32);
   if (blocks == 0) return;
   narrowfloat_block_sums<<<blocks, kBlockThreads, 0, stream>>>(partials, count, cols, out, type);
   NF_CUDA(cudaGetLastError());

@@ -132,7 +132,8 @@ void block_quantize(const BlockJob& given, void* scratch, int device, cudaStream
            " (split the tensor)");
   p.row_tiles = static_cast<uint32_t>(row_tiles), p.col_tiles = static_cast<uint32_t>(col_tiles);
   p.aligned = rows_begin_on_16(job);
-  const int64_t resident = int64_t{device_of(device).multiprocessors} * kBlockBlocksPerSm;
+  const int64_t resident = int64_t{device_of(device).multiprocessors} *
+                           block_blocks_per_sm(static_cast<int>(size_of(job.type)));
   launch_block_quantize(p, static_cast<int>(std::min(row_tiles * col_tiles, resident)), stream);
   if (job.column_sums) {
     launch_block_sums(p.sum_partials, row_tiles, job.cols, job.column_sums, job.sums_type, stream);

@@ -25,7 +25,6 @@ struct TileLayout {
   static constexpr int kRowWords = kUnits * 4;
   static constexpr int kSkew = sizeof(T) == 2 ? 4 : 8;
   static constexpr int kWords = kTile * kRowWords + kRuns * kSkew;
-  static constexpr int kBuffers = sizeof(T) == 2 ? 2 : 1;
 
   __device__ static int word(int row, int unit) {
     return row * kRowWords + row / kRun * kSkew + (unit ^ unit >> 3) * 4;
