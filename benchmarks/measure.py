@@ -45,16 +45,24 @@ def quantize_bytes(elements: int, rows: bool, columns: bool, itemsize: int = 2) 
     return elements * (2 * itemsize + rows + columns)
 
 
-# Of a recipe: reads of x and dy (with a scale that spans more than a block one for amax and one to
-# quantize), copies of each that are written, reads of w in the forward. Others are emulated on an
-# H200, or not counted.
+class LayerReads(NamedTuple):
+    """What quantizing a layer's operands moves at least."""
+
+    reads: int  # of x and dy: with a scale that spans more than a block one more, for amax
+    copies: int  # of each that are written
+    of_w: int = 1  # reads in the forward
+    blocks: int = 0  # copies with a scale each 128 elements
+
+
+# Others are emulated on an H200, or not counted.
 LAYER_BYTES = {
-    "fp8": (2, 2, 2),
-    "fp8_delayed": (1, 2, 1),
-    "fp8_row": (2, 2, 2),
-    "fp8_block": (1, 2, 1),
-    "fp8_block_bf16_wgrad": (1, 1, 1),
-    "fp8_block_pow2": (1, 2, 1),
+    "fp8": LayerReads(2, 2, of_w=2),
+    "fp8_delayed": LayerReads(1, 2),
+    "fp8_row": LayerReads(2, 2, of_w=2),
+    "fp8_block": LayerReads(1, 2, blocks=2),
+    "fp8_block_row_wgrad": LayerReads(2, 2, blocks=1),
+    "fp8_block_bf16_wgrad": LayerReads(1, 1, blocks=1),
+    "fp8_block_pow2": LayerReads(1, 2, blocks=2),
 }
 
 
@@ -71,14 +79,14 @@ def layer_bytes(
     fp8, fp8_row: x 6 an element (amax, quantize, both orientations), dy 6, w 5 in the forward and 3
     for the transposed copy that the backward makes with the same scale; with reused weights none
     for w. fp8_delayed reads once: x and dy 4 each, w 3 and 3. By blocks x and dy are read once: 4
-    each, and where wgrad is in bf16 3, w 3 and 3; a scale of 4 bytes for 128 elements comes on top
-    of each copy of x and dy.
+    each, where wgrad is in bf16 3, where it is by row 6, w 3 and 3; a scale of 4 bytes for 128
+    elements comes on top of each copy by blocks.
     """
-    reads, copies, reads_of_w = LAYER_BYTES[recipe]
-    scale = 4 / 128 if recipe.startswith("fp8_block") else 0
-    total = tokens * (inputs + outputs) * (reads * itemsize + copies * (1 + scale))
+    reads, copies, of_w, blocks = LAYER_BYTES[recipe]
+    each = reads * itemsize + copies + blocks * 4 / 128
+    total = tokens * (inputs + outputs) * each
     if not reused:
-        total += outputs * inputs * ((reads_of_w * itemsize + 1) + (itemsize + 1))
+        total += outputs * inputs * ((of_w * itemsize + 1) + (itemsize + 1))
     return total
 
 

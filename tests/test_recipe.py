@@ -182,6 +182,7 @@ def test_block_defaults() -> None:
     assert products == {
         "fp8_row": ("row", "row", "row", "e5m2", ()),
         "fp8_block": ("block", "block", "block", "e4m3", ()),
+        "fp8_block_row_wgrad": ("block", "block", "row", "e4m3", ()),
         "fp8_block_bf16_wgrad": ("block", "block", "bf16", "e4m3", ()),
         "fp8_block_pow2": ("block_pow2", "block_pow2", "block_pow2", "e4m3", ()),
         "mxfp8": ("mx", "mx", "mx", "e4m3", ()),

@@ -261,6 +261,7 @@ RECIPES: dict[str, AnyRecipe] = {
         FP8,
         BlockRecipe("fp8_row", "row", "row", "row", "e5m2"),
         BlockRecipe("fp8_block"),
+        BlockRecipe("fp8_block_row_wgrad", wgrad="row"),
         BlockRecipe("fp8_block_bf16_wgrad", wgrad="bf16"),
         BlockRecipe("fp8_block_pow2", "block_pow2", "block_pow2", "block_pow2"),
         BlockRecipe("mxfp8", "mx", "mx", "mx"),

@@ -134,7 +134,7 @@ TABLE: dict[str, dict[Architecture, tuple[Route, ...]]] = {
 
 # On which hardware the kinds were run.
 RAN: dict[Architecture, tuple[str, frozenset[str]]] = {
-    SM90: ("run on an H200", frozenset({"fp8", "fp4"})),
+    SM90: ("run on an H200", frozenset(TABLE)),
 }
 
 
