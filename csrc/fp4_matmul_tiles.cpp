@@ -79,7 +79,7 @@ FP4TilesScratch::FP4TilesScratch(const FP4TilesPlan& plan, int64_t tokens, int64
   const int64_t rows = ceil_div(tokens, plan.tokens) * plan.tokens;
   arranged = 0;
   counters = up(rows * ceil_div(k, kUnitCols) * kUnitCols * 2);
-  partials = counters + up(plan.shared * int64_t{8});
+  partials = counters + up(plan.shared * int64_t{4});
   const bool meet = plan.shared > 0 && (plan.share < ceil_div(k, kUnitCols) ||
                                         ceil_div(k, kUnitCols) % plan.share != 0);
   bytes = partials + (meet ? int64_t{plan.blocks} * 2 * plan.rows() * plan.tokens * 4 : 0);

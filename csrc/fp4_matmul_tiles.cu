@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kArrangeThreads)
             c = chunk % 8;  // of 64 columns
   wait_for_launch_before();
   if (blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < 2 * p.shared; i += kArrangeThreads) p.counters[i] = 0;
+    for (int i = threadIdx.x; i < p.shared; i += kArrangeThreads) p.counters[i] = 0;
   }
   if (row >= p.token_tiles * kTokens) return;
   uint32_t words[4] = {};
@@ -100,51 +100,65 @@ __device__ inline bool meet(const FP4TilesParams& p, const Segment& piece,
   const int first = piece.tile * p.units / p.share;
   const int blocks = (piece.tile * p.units + p.units - 1) / p.share - first + 1;
   if (blocks == 1) return true;
-  int* counters = p.counters + 2 * piece.tile;
-  sync_warps(1, kThreads);  // `ticket` has been read
-  if (thread == 0) *ticket = take_ticket(counters);
-  sync_warps(1, kThreads);
   constexpr int kWords = kTiles * kSums * kThreads;
   // a block's first tile, or another
   const auto at = [&](int which) {
     const int slot = which * 2 + (which * p.share / p.units != piece.tile);
     return reinterpret_cast<float4*>(p.partials + static_cast<int64_t>(slot) * kWords) + thread;
   };
-  if (*ticket != blocks - 1) {
-    float4* to = at(block);
+  float4* to = at(block);
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < kSums; j += 4) {
+      to[(i * kSums + j) / 4 * kThreads] =
+          make_float4(sum[i][j], sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]);
+    }
+  }
+  __threadfence();
+  sync_warps(1, kThreads);
+  if (thread == 0) *ticket = take_ticket(p.counters + piece.tile);
+  sync_warps(1, kThreads);
+  if (*ticket != blocks - 1) return false;
+  __threadfence();
+  if (blocks == 2) {  // either order is the same
+    const float4* from = at(first == block ? block + 1 : first);
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
       for (int j = 0; j < kSums; j += 4) {
-        to[(i * kSums + j) / 4 * kThreads] =
-            make_float4(sum[i][j], sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]);
+        const float4 v = from[(i * kSums + j) / 4 * kThreads];
+        sum[i][j] += v.x, sum[i][j + 1] += v.y, sum[i][j + 2] += v.z, sum[i][j + 3] += v.w;
       }
     }
-    __threadfence();
-    sync_warps(1, kThreads);
-    if (thread == 0) publish(counters + 1);
-    return false;
+    return true;
   }
-  wait_until(counters + 1, blocks - 1);
-  constexpr int kAtOnce = kSums < 16 ? kSums : 16;
+  constexpr int kAtOnce = 4;  // blocks whose sums are on their way at a time
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-    for (int j = 0; j < kSums; j += kAtOnce) {
-      float total[kAtOnce] = {};
+    for (int j = 0; j < kSums; j += 8) {
+      float total[8] = {};
 #pragma unroll 1
-      for (int b = 0; b < blocks; ++b) {
-        const float4* from = at(first + b) + (i * kSums + j) / 4 * kThreads;
+      for (int b = 0; b < blocks; b += kAtOnce) {
+        float4 v[kAtOnce][2];
 #pragma unroll
-        for (int q = 0; q < kAtOnce; q += 4) {
-          const float4 v = first + b == block ? make_float4(sum[i][j + q], sum[i][j + q + 1],
-                                                            sum[i][j + q + 2], sum[i][j + q + 3])
-                                              : from[q / 4 * kThreads];
-          total[q] += v.x, total[q + 1] += v.y, total[q + 2] += v.z, total[q + 3] += v.w;
+        for (int q = 0; q < kAtOnce; ++q) {
+          const float4* from = at(first + min(b + q, blocks - 1)) + (i * kSums + j) / 4 * kThreads;
+          v[q][0] = from[0], v[q][1] = from[kThreads];
+        }
+#pragma unroll
+        for (int q = 0; q < kAtOnce; ++q) {
+          if (b + q >= blocks) break;
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            total[h * 4] += v[q][h].x, total[h * 4 + 1] += v[q][h].y;
+            total[h * 4 + 2] += v[q][h].z, total[h * 4 + 3] += v[q][h].w;
+          }
         }
       }
 #pragma unroll
-      for (int q = 0; q < kAtOnce; ++q) sum[i][j + q] = total[q];
+      for (int q = 0; q < 8; ++q) sum[i][j + q] = total[q];
     }
   }
   return true;
@@ -153,25 +167,12 @@ __device__ inline bool meet(const FP4TilesParams& p, const Segment& piece,
 constexpr int kTurnPitch = 20;  // words from token to token: no bank conflicts
 static_assert(8 * kTurnPitch == kTurnWords);
 
-// y of 16 rows x 8 tokens from a warp's sums: turned in shared memory, so that a lane has four rows
-// of a token.
-__device__ inline void store_sums(const FP4TilesParams& p, const float* sums, float* turn,
-                                  float scale, const float (&bias)[4], int64_t row, int token) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  __syncwarp();
-#pragma unroll
-  for (int j = 0; j < 4; ++j) turn[(2 * t + j % 2) * kTurnPitch + g + j / 2 * 8] = sums[j];
-  __syncwarp();
-  const float4 four = *reinterpret_cast<const float4*>(turn + g * kTurnPitch + t * 4);
-  token += g, row += t * 4;
-  if (token >= p.tokens || row >= p.n) return;
-  const float v[4] = {four.x * scale + bias[0], four.y * scale + bias[1], four.z * scale + bias[2],
-                      four.w * scale + bias[3]};
-  const int64_t at = token * p.n + row;
+__device__ inline void store_four(const FP4TilesParams& p, int64_t at, int64_t left,
+                                  const float (&v)[4]) {
   if (!p.vectors) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      if (row + j < p.n) store_real(p.y, p.y_type, at + j, v[j]);
+      if (j < left) store_real(p.y, p.y_type, at + j, v[j]);
     }
   } else if (p.y_type == Real::f32) {
     *reinterpret_cast<float4*>(static_cast<float*>(p.y) + at) = make_float4(v[0], v[1], v[2], v[3]);
@@ -187,6 +188,48 @@ __device__ inline void store_sums(const FP4TilesParams& p, const float* sums, fl
   }
 }
 
+// y of 16 rows from a warp's sums, kTurned groups of 8 tokens at a time: turned in shared memory,
+// so that a lane has four rows of a token.
+template <int kTurned, int kSums>
+__device__ inline void store_sums(const FP4TilesParams& p, const float (&sum)[kSums], float* turn,
+                                  float scale, int64_t row, int token) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float bias[4] = {};
+  if (p.bias) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (row + t * 4 + j < p.n) bias[j] = load_real(p.bias, p.bias_type, row + t * 4 + j);
+    }
+  }
+  const int64_t left = p.n - row - t * 4;
+  int64_t at = (token + g) * p.n + row + t * 4;
+#pragma unroll
+  for (int first = 0; first < kSums / 4; first += kTurned) {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kTurned; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        turn[i * kTurnWords + (2 * t + j % 2) * kTurnPitch + g + j / 2 * 8] =
+            sum[(first + i) * 4 + j];
+      }
+    }
+    __syncwarp();
+    float4 four[kTurned];
+#pragma unroll
+    for (int i = 0; i < kTurned; ++i) {
+      four[i] = *reinterpret_cast<const float4*>(turn + i * kTurnWords + g * kTurnPitch + t * 4);
+    }
+#pragma unroll
+    for (int i = 0; i < kTurned; ++i) {
+      const float v[4] = {four[i].x * scale + bias[0], four[i].y * scale + bias[1],
+                          four[i].z * scale + bias[2], four[i].w * scale + bias[3]};
+      if (token + (first + i) * 8 + g < p.tokens && left > 0) store_four(p, at, left, v);
+      at += 8 * p.n;
+    }
+  }
+}
+
 // Of a tile, a warpgroup has kTiles times 64 rows and all tokens. The last warp fetches: a stage
 // holds up to `depth` units of K of x and of each 32 rows of weights.
 template <int kTokens, int kWarpgroups, int kTiles>
@@ -197,11 +240,12 @@ __global__ void __launch_bounds__(tile_threads(kTokens, kWarpgroups, kTiles), 1)
   constexpr int kUnitTiles = kWarpgroups * kTiles * 2;  // of 32 rows
   constexpr int kXUnit = kTokens * kUnitCols * 2;       // bytes
   constexpr int kSteps = kTiles == 1 ? 4 : 2;           // of 16 along K, of a group of products
+  constexpr int kTurned = kTokens == 16 ? 2 : turned_at_once(kWarpgroups);  // groups of 8 tokens
   constexpr bool kMoves = moves_registers(kTokens, kWarpgroups, kTiles);
   extern __shared__ uint4 shared_words[];
   // has_fp4_tiles() knows by this memory that there is a body
   __shared__ Barrier full[kMostTileStages], used[kMostTileStages];
-  __shared__ __align__(16) float turn_all[kThreads / 32][kTurnWords];
+  __shared__ __align__(16) float turn_all[kThreads / 32][turned_at_once(kWarpgroups) * kTurnWords];
   __shared__ int ticket;
   uint8_t* const shared = from_boundary(shared_words, 1024);
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32), lane = threadIdx.x % 32;
@@ -364,18 +408,7 @@ __global__ void __launch_bounds__(tile_threads(kTokens, kWarpgroups, kTiles), 1)
     for (int i = 0; i < kTiles; ++i) {
       const int64_t row = static_cast<int64_t>(tile) * (kUnitTiles * kUnitRows) +
                           (warpgroup * kTiles + i) * 64 + own * 16;
-      float bias[4] = {};
-      if (p.bias) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int64_t at = row + lane % 4 * 4 + j;
-          if (at < p.n) bias[j] = load_real(p.bias, p.bias_type, at);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kTokens / 8; ++j) {
-        store_sums(p, &sum[i][4 * j], turn, scale, bias, row, token + 8 * j);
-      }
+      store_sums<kTurned>(p, sum[i], turn, scale, row, token);
     }
   }
 #endif

@@ -13,7 +13,9 @@
 namespace narrowfloat {
 
 constexpr int kMostTileStages = 12;
-constexpr int kTurnWords = 160;  // of a warp, to turn sums into rows of y
+// To turn sums into rows of y: words of a warp for 8 tokens, and how many times those.
+constexpr int kTurnWords = 160;
+__host__ __device__ constexpr int turned_at_once(int warpgroups) { return warpgroups == 2 ? 4 : 2; }
 
 // Must registers move from the warps that fetch to those that multiply? Then a thread has so many.
 // All together they are those that the launch has: an increase waits for what is not there, for
@@ -34,7 +36,8 @@ __host__ __device__ constexpr int tile_threads(int tokens, int warpgroups, int r
 
 // Bytes of shared memory that a block has for stages: all that sm90 gives it but what is static.
 constexpr int tile_stage_bytes(int warpgroups) {
-  return 227 * 1024 - warpgroups * 4 * kTurnWords * 4 - kMostTileStages * 16 - 64 - 1024;
+  return 227 * 1024 - warpgroups * 4 * turned_at_once(warpgroups) * kTurnWords * 4 -
+         kMostTileStages * 16 - 64 - 1024;
 }
 
 // One launch. A block has some tiles to itself; of those that are left, whose number is no multiple
@@ -66,7 +69,7 @@ struct FP4TilesParams {
   const __nv_bfloat16* x;
   int64_t x_stride, n, k;
   uint8_t* arranged;  // x as tiles of plan.tokens x 64 in the order of fp4_packed.cuh, swizzled
-  int* counters;      // [shared tiles][2]: blocks that are done, sums that are written
+  int* counters;      // [shared tiles] blocks whose sums are written
   float* partials;    // [blocks][2][rows * tokens]
   const uint8_t* packed;
   const float* scale;

@@ -82,17 +82,8 @@ __device__ inline void sync_warps(int which, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(which), "r"(threads) : "memory");
 }
 
-// The counters of a split sum, in global memory.
+// How many have come before, of those that share a counter in global memory.
 __device__ inline int take_ticket(int* counter) { return atomicAdd(counter, 1); }
-__device__ inline void publish(int* counter) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
-}
-__device__ inline void wait_until(const int* counter, int value) {
-  int now;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-  } while (now < value);
-}
 
 // A matrix in shared memory, rows of 64 bf16 of K (128 bytes), where the 16-byte chunk c of row r
 // lies at c ^ r % 8; it begins on a multiple of 1024 bytes (PTX manual, "Asynchronous warpgroup

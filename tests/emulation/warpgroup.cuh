@@ -89,10 +89,6 @@ inline void sync_warps(int, int threads) {
 }
 
 inline int take_ticket(int* counter) { return (*counter)++; }
-inline void publish(int* counter) { ++*counter; }
-inline void wait_until(const int* counter, int value) {
-  while (*counter < value) cluster_on_cpu::yield();
-}
 
 inline uint8_t* shared_memory() {
   return reinterpret_cast<uint8_t*>(cluster_on_cpu::current->block->shared.data());
