@@ -27,14 +27,14 @@ bool read_has_tiles(int device) {
       const void* function = reinterpret_cast<const void*>(kernel);
       cudaFuncAttributes attributes{};
       NF_CUDA(cudaFuncGetAttributes(&attributes, function));
-      if (attributes.numRegs < 32) return false;  // compiled for sm90, not sm90a: without a body
+      if (attributes.sharedSizeBytes == 0) return false;  // compiled for sm90, not for sm90a
       const int threads = tile_threads(tokens, shape[0], shape[1]);
       const int moved = 128 * (fetch_registers(shape[0]) + shape[0] * multiply_registers(shape[0]));
       if (moves_registers(tokens, shape[0], shape[1]) && attributes.numRegs * threads < moved) {
         return false;
       }
-      NF_CUDA(
-          cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, 227 * 1024));
+      NF_CUDA(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   tile_stage_bytes(shape[0]) + 1024));
     }
   }
   return true;
@@ -79,29 +79,26 @@ FP4TilesScratch::FP4TilesScratch(const FP4TilesPlan& plan, int64_t tokens, int64
   const int64_t rows = ceil_div(tokens, plan.tokens) * plan.tokens;
   arranged = 0;
   counters = up(rows * ceil_div(k, kUnitCols) * kUnitCols * 2);
-  partials = counters + up(plan.shared * plan.cluster * int64_t{4});
+  partials = counters + up(plan.shared * int64_t{4});
   const bool meet = plan.shared > 0 && (plan.share < ceil_div(k, kUnitCols) ||
                                         ceil_div(k, kUnitCols) % plan.share != 0);
   bytes = partials + (meet ? int64_t{plan.blocks} * 2 * plan.rows() * plan.tokens * 4 : 0);
 }
 
 FP4TilesPlan plan_fp4_tiles(int multiprocessors, int64_t tokens, int64_t n, int64_t k,
-                            int tile_tokens, int warpgroups, int row_tiles, int split,
-                            int cluster) {
+                            int tile_tokens, int warpgroups, int row_tiles, int split) {
   FP4TilesPlan plan{};
   plan.cost = std::numeric_limits<double>::infinity();
   if (!fp4_tiles_kernel(tile_tokens, warpgroups, row_tiles)) return plan;
   plan.tokens = tile_tokens, plan.warpgroups = warpgroups, plan.row_tiles = row_tiles;
-  plan.cluster = cluster;
-  const int clusters = multiprocessors / cluster;
-  if (clusters == 0) return plan;
   const int64_t units = ceil_div(k, kUnitCols);
-  const int64_t tiles = ceil_div(n, plan.rows() * cluster) * ceil_div(tokens, tile_tokens);
-  plan.whole = static_cast<int>(tiles / clusters);
-  plan.shared = static_cast<int>(tiles % clusters);
+  const int64_t tiles = ceil_div(n, plan.rows()) * ceil_div(tokens, tile_tokens);
+  plan.whole = static_cast<int>(tiles / multiprocessors);
+  plan.shared = static_cast<int>(tiles % multiprocessors);
   const int64_t all = plan.shared * units;
-  plan.share = static_cast<int>(std::max(ceil_div(all, clusters), ceil_div(units, split)));
-  plan.blocks = cluster * (plan.whole ? clusters : static_cast<int>(ceil_div(all, plan.share)));
+  plan.share = static_cast<int>(std::max(ceil_div(all, multiprocessors), ceil_div(units, split)));
+  plan.blocks =
+      plan.whole ? multiprocessors : static_cast<int>(ceil_div(all, std::max(plan.share, 1)));
   // stages of about 16 KiB or more, four of them at least
   const int room = tile_stage_bytes(warpgroups);
   for (plan.depth = 1; plan.depth < kMostDepth && plan.depth < units; ++plan.depth) {
@@ -120,11 +117,9 @@ FP4TilesPlan plan_fp4_tiles(int multiprocessors, int64_t tokens, int64_t n, int6
   for (const int tile_tokens : kTileTokens) {
     for (const auto& shape : kShapes) {
       for (int split = 1; split <= kMostSplit; split *= 2) {
-        for (const int cluster : {1, 2}) {
-          const FP4TilesPlan plan = plan_fp4_tiles(multiprocessors, tokens, n, k, tile_tokens,
-                                                   shape[0], shape[1], split, cluster);
-          if (plan.cost < best.cost) best = plan;
-        }
+        const FP4TilesPlan plan =
+            plan_fp4_tiles(multiprocessors, tokens, n, k, tile_tokens, shape[0], shape[1], split);
+        if (plan.cost < best.cost) best = plan;
       }
     }
     if (tile_tokens >= tokens) break;
@@ -152,20 +147,17 @@ void fp4_tiles(const FP4Matmul& job, const FP4TilesPlan& plan, void* scratch, cu
   p.depth = plan.depth, p.stages = plan.stages;
   p.stage = plan.stage_bytes();
   p.weights = plan.depth * plan.tokens * kUnitCols * 2;
-  p.cluster = plan.cluster, p.whole = plan.whole, p.shared = plan.shared, p.share = plan.share;
+  p.whole = plan.whole, p.shared = plan.shared, p.share = plan.share;
   p.pairs = job.x_stride % 2 == 0 && reinterpret_cast<uintptr_t>(job.x) % 4 == 0;
   p.vectors = job.n % 4 == 0 && reinterpret_cast<uintptr_t>(job.y) % 16 == 0;
   p.constant = job.constant;
 
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = static_cast<unsigned>(plan.cluster);
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.stream = stream;
-  config.attrs = attributes;
+  config.attrs = &overlap;
   config.numAttrs = 1;
 
   const int64_t chunks = int64_t{p.token_tiles} * plan.tokens * p.units * (kUnitCols / 8);
@@ -176,9 +168,7 @@ void fp4_tiles(const FP4Matmul& job, const FP4TilesPlan& plan, void* scratch, cu
   config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
   config.blockDim =
       dim3(static_cast<unsigned>(tile_threads(plan.tokens, plan.warpgroups, plan.row_tiles)));
-  config.dynamicSmemBytes =
-      static_cast<size_t>(plan.stages * p.stage + tile_other_bytes(plan.warpgroups));
-  config.numAttrs = plan.cluster > 1 ? 2 : 1;
+  config.dynamicSmemBytes = static_cast<size_t>(plan.stages * p.stage + 1024);
   const FP4TilesKernel multiply = fp4_tiles_kernel(plan.tokens, plan.warpgroups, plan.row_tiles);
   NF_CUDA(cudaLaunchKernelEx(&config, multiply, p));
 }

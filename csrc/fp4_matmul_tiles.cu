@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kArrangeThreads)
             c = chunk % 8;  // of 64 columns
   wait_for_launch_before();
   if (blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < p.shared * p.cluster; i += kArrangeThreads) p.counters[i] = 0;
+    for (int i = threadIdx.x; i < p.shared; i += kArrangeThreads) p.counters[i] = 0;
   }
   if (row >= p.token_tiles * kTokens) return;
   uint32_t words[4] = {};
@@ -41,26 +41,19 @@ __global__ void __launch_bounds__(kArrangeThreads)
   *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-__device__ inline int cluster_of(const FP4TilesParams& p) {
-  return static_cast<int>(blockIdx.x) / p.cluster;
-}
-__device__ inline int rank_of(const FP4TilesParams& p) {
-  return static_cast<int>(blockIdx.x) % p.cluster;
-}
-
 // Units of K of a tile, one after another.
 struct Segment {
   int tile, unit, units;
 };
 
-// What a cluster does: its share of the shared tiles, then its own. A tile has rows for each block.
+// What a block does: its share of the shared tiles, then its own.
 class Segments {
  public:
   __device__ explicit Segments(const FP4TilesParams& p) : units_(p.units) {
-    const int cluster = cluster_of(p), all = p.shared * p.units;
-    clusters_ = static_cast<int>(gridDim.x) / p.cluster;
-    at_ = min(cluster * p.share, all), end_ = min(at_ + p.share, all);
-    own_ = p.shared + cluster, own_end_ = own_ + p.whole * clusters_;
+    const int block = static_cast<int>(blockIdx.x);
+    const int all = p.shared * p.units;
+    at_ = min(block * p.share, all), end_ = min(at_ + p.share, all);
+    own_ = p.shared + block, own_end_ = own_ + p.whole * static_cast<int>(gridDim.x);
   }
   __device__ bool next(Segment& s) {
     if (at_ < end_) {
@@ -69,7 +62,7 @@ class Segments {
       at_ += s.units;
     } else if (own_ < own_end_) {
       s.tile = own_, s.unit = 0, s.units = units_;
-      own_ += clusters_;
+      own_ += static_cast<int>(gridDim.x);
     } else {
       return false;
     }
@@ -77,7 +70,7 @@ class Segments {
   }
 
  private:
-  int units_, clusters_, at_, end_, own_, own_end_;
+  int units_, at_, end_, own_, own_end_;
 };
 
 // The same in pieces of `depth` units at most, as many as fill a stage.
@@ -98,23 +91,22 @@ class Pieces {
   int depth_;
 };
 
-// Adds up a tile that several clusters have, with the blocks of the same rank. True in the last of
-// them to come, whose sum is then all.
+// Adds up a tile that several blocks have. True in the last of them to come, whose sum is then all.
 // The order is that of K, whoever comes last.
 template <int kThreads, int kTiles, int kSums>
 __device__ inline bool meet(const FP4TilesParams& p, const Segment& piece,
                             float (&sum)[kTiles][kSums], int* ticket) {
-  const int own = cluster_of(p), rank = rank_of(p), thread = static_cast<int>(threadIdx.x);
+  const int block = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
   const int first = piece.tile * p.units / p.share;
-  const int clusters = (piece.tile * p.units + p.units - 1) / p.share - first + 1;
-  if (clusters == 1) return true;
+  const int blocks = (piece.tile * p.units + p.units - 1) / p.share - first + 1;
+  if (blocks == 1) return true;
   constexpr int kWords = kTiles * kSums * kThreads;
-  // a cluster's first tile, or another
+  // a block's first tile, or another
   const auto at = [&](int which) {
-    const int slot = (which * p.cluster + rank) * 2 + (which * p.share / p.units != piece.tile);
+    const int slot = which * 2 + (which * p.share / p.units != piece.tile);
     return reinterpret_cast<float4*>(p.partials + static_cast<int64_t>(slot) * kWords) + thread;
   };
-  float4* to = at(own);
+  float4* to = at(block);
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -125,12 +117,12 @@ __device__ inline bool meet(const FP4TilesParams& p, const Segment& piece,
   }
   __threadfence();
   sync_warps(1, kThreads);
-  if (thread == 0) *ticket = take_ticket(p.counters + piece.tile * p.cluster + rank);
+  if (thread == 0) *ticket = take_ticket(p.counters + piece.tile);
   sync_warps(1, kThreads);
-  if (*ticket != clusters - 1) return false;
+  if (*ticket != blocks - 1) return false;
   __threadfence();
-  if (clusters == 2) {  // either order is the same
-    const float4* from = at(first == own ? own + 1 : first);
+  if (blocks == 2) {  // either order is the same
+    const float4* from = at(first == block ? block + 1 : first);
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -141,24 +133,23 @@ __device__ inline bool meet(const FP4TilesParams& p, const Segment& piece,
     }
     return true;
   }
-  constexpr int kAtOnce = 4;  // clusters whose sums are on their way at a time
+  constexpr int kAtOnce = 4;  // blocks whose sums are on their way at a time
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
     for (int j = 0; j < kSums; j += 8) {
       float total[8] = {};
 #pragma unroll 1
-      for (int b = 0; b < clusters; b += kAtOnce) {
+      for (int b = 0; b < blocks; b += kAtOnce) {
         float4 v[kAtOnce][2];
 #pragma unroll
         for (int q = 0; q < kAtOnce; ++q) {
-          const float4* from =
-              at(first + min(b + q, clusters - 1)) + (i * kSums + j) / 4 * kThreads;
+          const float4* from = at(first + min(b + q, blocks - 1)) + (i * kSums + j) / 4 * kThreads;
           v[q][0] = from[0], v[q][1] = from[kThreads];
         }
 #pragma unroll
         for (int q = 0; q < kAtOnce; ++q) {
-          if (b + q >= clusters) break;
+          if (b + q >= blocks) break;
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             total[h * 4] += v[q][h].x, total[h * 4 + 1] += v[q][h].y;
@@ -240,8 +231,7 @@ __device__ inline void store_sums(const FP4TilesParams& p, const float (&sum)[kS
 }
 
 // Of a tile, a warpgroup has kTiles times 64 rows and all tokens. The last warp fetches: a stage
-// holds up to `depth` units of K of x and of each 32 rows of weights. Blocks of a cluster have
-// other rows, and fetch x for each other.
+// holds up to `depth` units of K of x and of each 32 rows of weights.
 template <int kTokens, int kWarpgroups, int kTiles>
 __global__ void __launch_bounds__(tile_threads(kTokens, kWarpgroups, kTiles), 1)
     narrowfloat_fp4_tiles(const __grid_constant__ FP4TilesParams p) {
@@ -253,25 +243,22 @@ __global__ void __launch_bounds__(tile_threads(kTokens, kWarpgroups, kTiles), 1)
   constexpr int kTurned = kTokens == 16 ? 2 : turned_at_once(kWarpgroups);  // groups of 8 tokens
   constexpr bool kMoves = moves_registers(kTokens, kWarpgroups, kTiles);
   extern __shared__ uint4 shared_words[];
+  // has_fp4_tiles() knows by this memory that there is a body
+  __shared__ Barrier full[kMostTileStages], used[kMostTileStages];
+  __shared__ __align__(16) float turn_all[kThreads / 32][turned_at_once(kWarpgroups) * kTurnWords];
+  __shared__ int ticket;
   uint8_t* const shared = from_boundary(shared_words, 1024);
-  // after the stages
-  float* const turn_all = reinterpret_cast<float*>(shared + p.stages * p.stage);
-  Barrier* const full = reinterpret_cast<Barrier*>(turn_all + kThreads / 32 * kTurned * kTurnWords);
-  Barrier* const used = full + p.stages;
-  int* const ticket = reinterpret_cast<int*>(used + p.stages);
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32), lane = threadIdx.x % 32;
-  const int rank = rank_of(p);
 
   let_next_launch_start();
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) {
       start_barrier(full + i, 1);
-      start_barrier(used + i, p.cluster * (kThreads / 32));
+      start_barrier(used + i, kThreads / 32);
     }
     barriers_started();
   }
   __syncthreads();
-  if (p.cluster > 1) arrive_at_cluster();  // to be waited for before a barrier elsewhere is used
 
   int slot = 0, parity = 0;
   const auto advance = [&](int& at, int& of) {
@@ -279,9 +266,10 @@ __global__ void __launch_bounds__(tile_threads(kTokens, kWarpgroups, kTiles), 1)
   };
   if (warp >= kThreads / 32) {
     if constexpr (kMoves) give_up_registers<fetch_registers(kWarpgroups)>();
+    if (warp > kThreads / 32) return;
     const auto fetch_weights = [&](const Segment& piece, int at) {
-      const int first = (piece.tile / p.token_tiles * p.cluster + rank) * kUnitTiles;
-      const int tiles = max(min(kUnitTiles, p.row_tiles - first), 0);  // that exist
+      const int first = piece.tile / p.token_tiles * kUnitTiles;
+      const int tiles = min(kUnitTiles, p.row_tiles - first);  // that exist
       if (lane == 0) {
         arrive_and_announce(full + at, piece.units * (kXUnit + tiles * kUnitBytes));
       }
@@ -296,27 +284,19 @@ __global__ void __launch_bounds__(tile_threads(kTokens, kWarpgroups, kTiles), 1)
     const auto fetch_x = [&](const Segment& piece, int at) {
       if (lane < piece.units) {
         const int64_t tile = static_cast<int64_t>(piece.tile % p.token_tiles) * p.units;
-        uint8_t* to = shared + at * p.stage + lane * kXUnit;
-        const uint8_t* from = p.arranged + (tile + piece.unit + lane) * kXUnit;
-        if (p.cluster == 1) {
-          copy_bulk(to, from, kXUnit, full + at);
-        } else {  // each block one half
-          copy_bulk_to_both(to + rank * (kXUnit / 2), from + rank * (kXUnit / 2), kXUnit / 2,
-                            full + at);
-        }
+        copy_bulk(shared + at * p.stage + lane * kXUnit,
+                  p.arranged + (tile + piece.unit + lane) * kXUnit, kXUnit, full + at);
       }
     };
     Pieces ahead(p), pieces(p);
     Segment piece;
     int early = 0;  // stages whose weights need not wait for the launch before
-    const bool fetches = warp == kThreads / 32;
-    if (p.constant && fetches) {
+    if (p.constant) {
       for (; early < p.stages && ahead.next(piece); ++early) fetch_weights(piece, early);
     }
     wait_for_launch_before();
     written_for_copies();
-    if (p.cluster > 1) wait_for_cluster();
-    for (int i = 0; fetches && pieces.next(piece); ++i) {
+    for (int i = 0; pieces.next(piece); ++i) {
       if (i >= early) {
         wait_for_phase(used + slot, parity ^ 1);
         fetch_weights(piece, slot);
@@ -324,119 +304,112 @@ __global__ void __launch_bounds__(tile_threads(kTokens, kWarpgroups, kTiles), 1)
       fetch_x(piece, slot);
       advance(slot, parity);
     }
-  } else {
-    if constexpr (kMoves) take_registers<multiply_registers(kWarpgroups)>();
-    wait_for_launch_before();
-    if (p.cluster > 1) wait_for_cluster();
-    const int warpgroup = warp / 4, own = warp % 4;  // 16 rows of each 64
-    const float scale = *p.scale * kRestore;
-    float* const turn = turn_all + warp * (kTurned * kTurnWords);
-    // where the warp's codes and scales lie in the weights of a stage
-    const int codes_at = p.weights + (warpgroup * kTiles * 2 + own / 2) * (p.depth * kUnitBytes) +
-                         own % 2 * 512 + lane * 16;
-    const int scales_at = p.weights + (warpgroup * kTiles * 2 + own / 2) * (p.depth * kUnitBytes) +
-                          kUnitCodes + lane * 8;
-    const uint32_t low = own % 2 ? 0x4242 : 0x4040;  // of row g
+    return;
+  }
 
-    float sum[kTiles][kTokens / 2];
-    uint32_t a[2][kTiles][kSteps][4];
-    Segments segments(p);
-    for (Segment segment; segments.next(segment);) {
-      int add = 0, before = slot;  // the stage whose last products may still run
+  if constexpr (kMoves) take_registers<multiply_registers(kWarpgroups)>();
+  wait_for_launch_before();
+  const int warpgroup = warp / 4, own = warp % 4;  // 16 rows of each 64
+  const float scale = *p.scale * kRestore;
+  float* const turn = turn_all[warp];
+  // where the warp's codes and scales lie in the weights of a stage
+  const int codes_at = p.weights + (warpgroup * kTiles * 2 + own / 2) * (p.depth * kUnitBytes) +
+                       own % 2 * 512 + lane * 16;
+  const int scales_at = p.weights + (warpgroup * kTiles * 2 + own / 2) * (p.depth * kUnitBytes) +
+                        kUnitCodes + lane * 8;
+  const uint32_t low = own % 2 ? 0x4242 : 0x4040;  // of row g
+
+  float sum[kTiles][kTokens / 2];
+  uint32_t a[2][kTiles][kSteps][4];
+  Segments segments(p);
+  for (Segment segment; segments.next(segment);) {
+    int add = 0, before = slot;  // the stage whose last products may still run
 #pragma unroll 1
-      for (int left = segment.units; left > 0; left -= p.depth) {
-        wait_for_phase(full + slot, parity);
-        const uint8_t* stage = shared + slot * p.stage;
-        uint32_t x = swizzled_matrix(stage);
-        const int units = min(left, p.depth);
-        bool release = before != slot;
+    for (int left = segment.units; left > 0; left -= p.depth) {
+      wait_for_phase(full + slot, parity);
+      const uint8_t* stage = shared + slot * p.stage;
+      uint32_t x = swizzled_matrix(stage);
+      const int units = min(left, p.depth);
+      bool release = before != slot;
 #pragma unroll 1
-        for (int unit = 0; unit < units; ++unit) {
-          uint4 codes[2][kTiles];
-          uint2 scales[kTiles];
-          const auto load_codes = [&](int half) {
-#pragma unroll
-            for (int i = 0; i < kTiles; ++i) {
-              codes[half][i] = *reinterpret_cast<const uint4*>(
-                  stage + codes_at + 2 * i * p.depth * kUnitBytes + half * 1024);
-            }
-          };
+      for (int unit = 0; unit < units; ++unit) {
+        uint4 codes[2][kTiles];
+        uint2 scales[kTiles];
+        const auto load_codes = [&](int half) {
 #pragma unroll
           for (int i = 0; i < kTiles; ++i) {
-            scales[i] =
-                *reinterpret_cast<const uint2*>(stage + scales_at + 2 * i * p.depth * kUnitBytes);
+            codes[half][i] = *reinterpret_cast<const uint4*>(
+                stage + codes_at + 2 * i * p.depth * kUnitBytes + half * 1024);
           }
-          load_codes(0);
-          if constexpr (kTiles == 1) load_codes(1);  // early: else registers are too few
+        };
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            if (half == 1 && kTiles > 1) load_codes(1);
-            uint32_t words[kTiles][4], scale_pair[kTiles][2];
+        for (int i = 0; i < kTiles; ++i) {
+          scales[i] =
+              *reinterpret_cast<const uint2*>(stage + scales_at + 2 * i * p.depth * kUnitBytes);
+        }
+        load_codes(0);
+        if constexpr (kTiles == 1) load_codes(1);  // early: else registers are too few
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (half == 1 && kTiles > 1) load_codes(1);
+          uint32_t words[kTiles][4], scale_pair[kTiles][2];
+#pragma unroll
+          for (int i = 0; i < kTiles; ++i) {
+            const uint4& four = codes[half][i];
+            words[i][0] = four.x, words[i][1] = four.y, words[i][2] = four.z, words[i][3] = four.w;
+            const uint32_t bytes = half ? scales[i].y : scales[i].x;
+            scale_pair[i][0] = widen_scales(__byte_perm(bytes, 0, low));
+            scale_pair[i][1] = widen_scales(__byte_perm(bytes, 0, low + 0x0101));
+          }
+#pragma unroll
+          for (int group = 0; group < 4 / kSteps; ++group) {
+            auto& operands = a[(half * (4 / kSteps) + group) % 2];
 #pragma unroll
             for (int i = 0; i < kTiles; ++i) {
-              const uint4& four = codes[half][i];
-              words[i][0] = four.x, words[i][1] = four.y, words[i][2] = four.z,
-              words[i][3] = four.w;
-              const uint32_t bytes = half ? scales[i].y : scales[i].x;
-              scale_pair[i][0] = widen_scales(__byte_perm(bytes, 0, low));
-              scale_pair[i][1] = widen_scales(__byte_perm(bytes, 0, low + 0x0101));
-            }
-#pragma unroll
-            for (int group = 0; group < 4 / kSteps; ++group) {
-              auto& operands = a[(half * (4 / kSteps) + group) % 2];
-#pragma unroll
-              for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-                for (int step = 0; step < kSteps; ++step) {
-                  uint32_t (&four)[4] = operands[i][step];
-                  spread_codes(words[i][group * kSteps + step], four);
-#pragma unroll
-                  for (int j = 0; j < 4; ++j)
-                    four[j] = multiply_pair(four[j], scale_pair[i][j % 2]);
-                }
-              }
-              begin_products();
 #pragma unroll
               for (int step = 0; step < kSteps; ++step) {
+                uint32_t (&four)[4] = operands[i][step];
+                spread_codes(words[i][group * kSteps + step], four);
 #pragma unroll
-                for (int i = 0; i < kTiles; ++i) {
-                  multiply_warpgroup(
-                      sum[i], operands[i][step],
-                      moved_by(x, half * (kTokens * 128) + (group * kSteps + step) * 32), add);
-                }
-                add = 1;
-              }
-              end_products();
-              wait_for_products<1>();  // those before, whose operands are overwritten next
-              if (half == 0 && group == 0) {
-                arrive_if(release && lane < p.cluster, used + before, lane);
-                release = false;
+                for (int j = 0; j < 4; ++j) four[j] = multiply_pair(four[j], scale_pair[i][j % 2]);
               }
             }
-          }
-          x = moved_by(x, kXUnit);
-          stage += kUnitBytes;
-        }
-        before = slot;
-        advance(slot, parity);
-      }
-      wait_for_sums(sum);
-      arrive_if(lane < p.cluster, used + before, lane);
-
-      if (segment.tile < p.shared && !meet<kThreads>(p, segment, sum, ticket)) continue;
-      const int tile = segment.tile / p.token_tiles, token = segment.tile % p.token_tiles * kTokens;
+            begin_products();
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        const int64_t row =
-            (static_cast<int64_t>(tile) * p.cluster + rank) * (kUnitTiles * kUnitRows) +
-            (warpgroup * kTiles + i) * 64 + own * 16;
-        store_sums<kTurned>(p, sum[i], turn, scale, row, token);
+            for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+              for (int i = 0; i < kTiles; ++i) {
+                multiply_warpgroup(
+                    sum[i], operands[i][step],
+                    moved_by(x, half * (kTokens * 128) + (group * kSteps + step) * 32), add);
+              }
+              add = 1;
+            }
+            end_products();
+            wait_for_products<1>();  // those before, whose operands are overwritten next
+            if (half == 0 && group == 0) {
+              arrive_if(release && lane == 0, used + before);
+              release = false;
+            }
+          }
+        }
+        x = moved_by(x, kXUnit);
+        stage += kUnitBytes;
       }
+      before = slot;
+      advance(slot, parity);
     }
-  }
-  if (p.cluster > 1) {  // the other may still arrive here, or copy
-    arrive_at_cluster();
-    wait_for_cluster();
+    wait_for_sums(sum);
+    arrive_if(lane == 0, used + before);
+
+    if (segment.tile < p.shared && !meet<kThreads>(p, segment, sum, &ticket)) continue;
+    const int tile = segment.tile / p.token_tiles, token = segment.tile % p.token_tiles * kTokens;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const int64_t row = static_cast<int64_t>(tile) * (kUnitTiles * kUnitRows) +
+                          (warpgroup * kTiles + i) * 64 + own * 16;
+      store_sums<kTurned>(p, sum[i], turn, scale, row, token);
+    }
   }
 #endif
 }

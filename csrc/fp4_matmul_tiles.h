@@ -34,31 +34,28 @@ __host__ __device__ constexpr int tile_threads(int tokens, int warpgroups, int r
   return warpgroups * 128 + (moves_registers(tokens, warpgroups, row_tiles) ? 128 : 32);
 }
 
-// Bytes of shared memory: what is not for stages, barriers among them; and those for stages.
-constexpr int tile_other_bytes(int warpgroups) {
-  return warpgroups * 4 * turned_at_once(warpgroups) * kTurnWords * 4 + kMostTileStages * 32 + 64 +
-         1024;
+// Bytes of shared memory that a block has for stages: all that sm90 gives it but what is static.
+constexpr int tile_stage_bytes(int warpgroups) {
+  return 227 * 1024 - warpgroups * 4 * turned_at_once(warpgroups) * kTurnWords * 4 -
+         kMostTileStages * 16 - 64 - 1024;
 }
-constexpr int tile_stage_bytes(int warpgroups) { return 227 * 1024 - tile_other_bytes(warpgroups); }
 
-// One launch. A cluster of one or two blocks, which share x, has some tiles to itself; of those
-// that are left, whose number is no multiple of the clusters', each has an equal share of units of
-// K in a row, so that a tile has several clusters, whose sums meet in memory.
+// One launch. A block has some tiles to itself; of those that are left, whose number is no multiple
+// of the blocks', each block has an equal share of units of K in a row, so that a tile has several
+// blocks, whose sums meet in memory.
 struct FP4TilesPlan {
   int tokens;      // of a tile: 16, 32, 64, 128
   int warpgroups;  // of a block, each with
   int row_tiles;   // so many times 64 rows
   int depth;       // units of K a stage, at most
   int stages;
-  int cluster;  // blocks of one: 1, 2
   int blocks;
-  int whole;    // tiles a cluster has to itself
+  int whole;    // tiles a block has to itself
   int shared;   // tiles that are shared
-  int share;    // a cluster's, in units
+  int share;    // a block's, in units
   double cost;  // estimated, in microseconds
-
-  int rows() const { return warpgroups * row_tiles * 64; }  // a block's
-  int stage_bytes() const;                                  // a multiple of 1024
+  int rows() const { return warpgroups * row_tiles * 64; }
+  int stage_bytes() const;  // a multiple of 1024
 };
 
 // Bytes of the scratch, from 256-byte boundary to boundary.
@@ -72,7 +69,7 @@ struct FP4TilesParams {
   const __nv_bfloat16* x;
   int64_t x_stride, n, k;
   uint8_t* arranged;  // x as tiles of plan.tokens x 64 in the order of fp4_packed.cuh, swizzled
-  int* counters;      // [shared tiles][cluster] blocks whose sums are written
+  int* counters;      // [shared tiles] blocks whose sums are written
   float* partials;    // [blocks][2][rows * tokens]
   const uint8_t* packed;
   const float* scale;
@@ -85,7 +82,7 @@ struct FP4TilesParams {
   int token_tiles;  // of plan.tokens
   int depth, stages;
   int stage, weights;  // bytes a stage; where weights begin in it, after x
-  int cluster, whole, shared, share;
+  int whole, shared, share;
   bool pairs;    // x may be read in words of two elements
   bool vectors;  // four elements of y may be written at once
   bool constant;
@@ -102,10 +99,10 @@ constexpr int kArrangeThreads = 256;
 bool has_fp4_tiles(int device);
 
 FP4TilesPlan plan_fp4_tiles(int multiprocessors, int64_t tokens, int64_t n, int64_t k);
-// A plan of this shape; cost is infinite where there is none. split: clusters a tile of those that
+// A plan of this shape; cost is infinite where there is none. split: blocks a tile of those that
 // are shared, at most.
 FP4TilesPlan plan_fp4_tiles(int multiprocessors, int64_t tokens, int64_t n, int64_t k,
-                            int tile_tokens, int warpgroups, int row_tiles, int split, int cluster);
+                            int tile_tokens, int warpgroups, int row_tiles, int split);
 
 // Launches on `stream`, of the current device. job.m tokens, any number from 1 on; sizes of n and k
 // from 1 on. scratch: on 256 bytes, FP4TilesScratch::bytes, needed until the stream passes the

@@ -28,15 +28,12 @@ __device__ inline void start_barrier(Barrier* b, int count) {
 __device__ inline void barriers_started() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// In the cluster's block `rank`, without a branch.
-__device__ inline void arrive_if(bool does, Barrier* b, int rank) {
+__device__ inline void arrive_if(bool does, Barrier* b) {  // without a branch
   asm volatile(
-      "{\n.reg .pred p;\n.reg .b32 there;\n"
-      "setp.ne.b32 p, %2, 0;\n"
-      "@p mapa.shared::cluster.u32 there, %0, %1;\n"
-      "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(
-          shared_address(b)),
-      "r"(rank), "r"(static_cast<int>(does))
+      "{\n.reg .pred p;\n.reg .b64 b;\n"
+      "setp.ne.b32 p, %1, 0;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(shared_address(b)),
+      "r"(static_cast<int>(does))
       : "memory");
 }
 __device__ inline void arrive_and_announce(Barrier* b, int bytes) {
@@ -64,15 +61,6 @@ __device__ inline void copy_bulk(void* to_shared, const void* from_global, int b
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(shared_address(to_shared)),
       "l"(from_global), "r"(bytes), "r"(shared_address(b))
-      : "memory");
-}
-// To the same place in both blocks of a cluster, with a barrier in each.
-__device__ inline void copy_bulk_to_both(void* to_shared, const void* from_global, int bytes,
-                                         Barrier* b) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1], %2, [%3], %4;" ::"r"(shared_address(to_shared)),
-      "l"(from_global), "r"(bytes), "r"(shared_address(b)), "h"(static_cast<uint16_t>(3))
       : "memory");
 }
 // What threads have written so far, the copy engine reads.

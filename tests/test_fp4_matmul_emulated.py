@@ -68,8 +68,8 @@ class TilesCall(ctypes.Structure):
         *(
             (name, ctypes.c_int64)
             for name in (
-                "multiprocessors", "tokens", "warpgroups", "row_tiles", "split", "cluster", "depth",
-                "stages", "late_copies", "order",
+                "multiprocessors", "tokens", "warpgroups", "row_tiles", "split", "depth", "stages",
+                "late_copies", "order",
             )
         ),
     ]  # fmt: skip
@@ -90,11 +90,9 @@ def rewritten(sources: dict[str, str]) -> dict[str, str]:
         (r"NF_CUDA\(cudaLaunchKernelEx\(&config, (fp4_kernel\([^()]*\)), p\)\);",
          r"cluster_on_cpu::launch(\1, config.gridDim.x, config.blockDim.x,"
          " config.dynamicSmemBytes, plan.split, p);"),
-        (r"NF_CUDA\(cudaLaunchKernelEx\(&config, arrange, p\)\);",
-         "cluster_on_cpu::launch(arrange, config.gridDim.x, config.blockDim.x, 0, 1, p);"),
-        (r"NF_CUDA\(cudaLaunchKernelEx\(&config, multiply, p\)\);",
-         "cluster_on_cpu::launch(multiply, config.gridDim.x, config.blockDim.x,"
-         " config.dynamicSmemBytes, p.cluster, p);"),
+        (r"NF_CUDA\(cudaLaunchKernelEx\(&config, (arrange|multiply), p\)\);",
+         r"cluster_on_cpu::launch(\1, config.gridDim.x, config.blockDim.x,"
+         " config.dynamicSmemBytes, 1, p);"),
         (r"narrowfloat_fp4_unpack<<<([^;]*), (\w+), 0, stream>>>\(",
          r"cluster_on_cpu::launch(&narrowfloat_fp4_unpack, \1, \2, 0, 1, "),
         (r"const FP4Device facts = fp4_device\(device\);", "const FP4Device facts{};"),
@@ -276,12 +274,11 @@ def test_any_tiles(library: ctypes.CDLL) -> None:
             choose.choice([None, *REALS]),
             k + choose.choice([0, 8, 3]),
             choose.random() < 0.5,
-            multiprocessors=choose.choice([2, 3, 5, 8]),
+            multiprocessors=choose.choice([1, 2, 3, 5, 8]),
             tokens=tokens,
             warpgroups=warpgroups,
             row_tiles=row_tiles,
             split=choose.choice([1, 2, 3, 8]),
-            cluster=choose.choice([1, 2]),
             depth=choose.choice([0, 1, 2, 3]),
             stages=choose.choice([0, 2, 3]),
             late_copies=choose.randrange(2),

@@ -66,8 +66,8 @@ extern "C" const char* run_fp4_unpack(const uint8_t* packed, int64_t n, int64_t 
 struct TilesCall {
   FP4Matmul job;
   int64_t multiprocessors;
-  int64_t tokens, warpgroups, row_tiles, split, cluster;  // the plan's; tokens 0: as planned
-  int64_t depth, stages;                                  // at most; 0: as planned
+  int64_t tokens, warpgroups, row_tiles, split;  // the plan's; tokens 0: as planned
+  int64_t depth, stages;                         // at most; 0: as planned
   int64_t late_copies, order;
 };
 
@@ -77,11 +77,10 @@ extern "C" const char* run_fp4_tiles(const TilesCall* c) {
   cluster_on_cpu::order = static_cast<cluster_on_cpu::Order>(c->order);
   const int blocks = static_cast<int>(c->multiprocessors);
   FP4TilesPlan plan =
-      c->tokens == 0
-          ? plan_fp4_tiles(blocks, c->job.m, c->job.n, c->job.k)
-          : plan_fp4_tiles(blocks, c->job.m, c->job.n, c->job.k, static_cast<int>(c->tokens),
-                           static_cast<int>(c->warpgroups), static_cast<int>(c->row_tiles),
-                           static_cast<int>(c->split), static_cast<int>(c->cluster));
+      c->tokens == 0 ? plan_fp4_tiles(blocks, c->job.m, c->job.n, c->job.k)
+                     : plan_fp4_tiles(blocks, c->job.m, c->job.n, c->job.k,
+                                      static_cast<int>(c->tokens), static_cast<int>(c->warpgroups),
+                                      static_cast<int>(c->row_tiles), static_cast<int>(c->split));
   if (std::isinf(plan.cost)) return "no plan";
   if (c->depth) plan.depth = std::min(plan.depth, static_cast<int>(c->depth));
   if (c->stages) plan.stages = std::min(plan.stages, static_cast<int>(c->stages));

@@ -57,30 +57,12 @@ struct Warp {
 
 struct Cluster;
 
-// On a boundary that kernels ask for, so that things lie at the same offset in each block.
-class SharedMemory {
- public:
-  void resize(size_t words) {
-    size_ = words;
-    words_.resize(words + 64);
-  }
-  size_t size() const { return size_; }
-  uint4* data() const {
-    const auto at = reinterpret_cast<uintptr_t>(words_.data());
-    return reinterpret_cast<uint4*>((at + 1023) / 1024 * 1024);
-  }
-
- private:
-  size_t size_ = 0;
-  std::vector<uint4> words_;
-};
-
 struct Block {
   uint3 index;
   Cluster* cluster;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
-  SharedMemory shared;
+  std::vector<uint4> shared;
   int live = 0, arrived = 0, generation = 0;
 };
 

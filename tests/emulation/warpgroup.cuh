@@ -1,8 +1,7 @@
 // Decides how csrc/warpgroup.cuh runs on a CPU: barriers that fibers wait for by yielding, bulk
-// copies that come when somebody waits for them or at once, products at once.
+// copies that come when somebody waits for them or at once, products at once. For clusters of one
+// block, which run one after another.
 #pragma once
-
-#include <map>
 
 #include "instructions.cuh"
 
@@ -35,24 +34,14 @@ struct Barrier {
 
 inline void start_barrier(Barrier* b, int count) { *b = Barrier{count, count}; }
 inline void barriers_started() {}
-// What lies at the same place in the cluster's block `rank`.
-template <typename T>
-T* in_block(T* p, int rank) {
-  const auto& own = *cluster_on_cpu::current->block;
-  const auto offset = reinterpret_cast<uint8_t*>(p) - reinterpret_cast<uint8_t*>(own.shared.data());
-  return reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(own.cluster->blocks[rank].shared.data()) +
-                              offset);
-}
-inline void arrive_if(bool does, Barrier* b, int rank) {
+inline void arrive_if(bool does, Barrier* b) {
   if (!does) return;
-  b = in_block(b, rank);
   --b->pending;
   b->settle();
 }
 inline void arrive_and_announce(Barrier* b, int bytes) {
   b->bytes += bytes;
-  --b->pending;
-  b->settle();
+  arrive_if(true, b);
 }
 inline void make(const BulkCopy& bulk) {
   std::memcpy(bulk.copy.to, bulk.copy.from, bulk.copy.bytes);
@@ -86,12 +75,6 @@ inline void copy_bulk(void* to_shared, const void* from_global, int bytes, Barri
     make(bulk);
   }
 }
-inline void copy_bulk_to_both(void* to_shared, const void* from_global, int bytes, Barrier* b) {
-  for (const int rank : {0, 1}) {
-    copy_bulk(in_block(static_cast<uint8_t*>(to_shared), rank), from_global, bytes,
-              in_block(b, rank));
-  }
-}
 inline void written_for_copies() {}
 template <int kRegisters>
 void give_up_registers() {}
@@ -99,14 +82,10 @@ template <int kRegisters>
 void take_registers() {}
 
 inline void sync_warps(int, int threads) {
-  struct State {
-    int arrived = 0, generation = 0;
-  };
-  static std::map<const cluster_on_cpu::Block*, State> states;
-  State& state = states[cluster_on_cpu::current->block];
-  const int mine = state.generation;
-  if (++state.arrived == threads) state.arrived = 0, ++state.generation;
-  while (state.generation == mine) cluster_on_cpu::yield();
+  static int arrived = 0, generation = 0;
+  const int mine = generation;
+  if (++arrived == threads) arrived = 0, ++generation;
+  while (generation == mine) cluster_on_cpu::yield();
 }
 
 inline int take_ticket(int* counter) { return (*counter)++; }
