@@ -5,41 +5,6 @@
 #include "warpgroup.cuh"
 
 namespace narrowfloat {
-namespace {
-
-// x once, in the order that the weights have along K: then a bulk copy brings a tile as the
-// products read it. A thread has 16 bytes.
-template <int kTokens>
-__global__ void __launch_bounds__(kArrangeThreads)
-    narrowfloat_fp4_arrange(const __grid_constant__ FP4TilesParams p) {
-  let_next_launch_start();
-  const int chunk = static_cast<int>(blockIdx.x) * kArrangeThreads + threadIdx.x;
-  const int in_row = p.units * (kUnitCols / 8);
-  const int row = chunk / in_row, block = (chunk - row * in_row) / 8,
-            c = chunk % 8;  // of 64 columns
-  wait_for_launch_before();
-  if (blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < p.shared; i += kArrangeThreads) p.counters[i] = 0;
-  }
-  if (row >= p.token_tiles * kTokens) return;
-  uint32_t words[4] = {};
-  if (row < p.tokens) {
-    const __nv_bfloat16* from = p.x + row * p.x_stride;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int64_t col = static_cast<int64_t>(block) * 64 + arranged_pair(c, i) * 2;
-      if (p.pairs && col + 1 < p.k) {
-        words[i] = *reinterpret_cast<const uint32_t*>(from + col);
-      } else {
-        if (col < p.k) words[i] = bits_of(from + col);
-        if (col + 1 < p.k) words[i] |= bits_of(from + col + 1) << 16;
-      }
-    }
-  }
-  const int64_t tile = static_cast<int64_t>(row / kTokens) * (2 * p.units) + block;
-  uint8_t* to = p.arranged + (tile * kTokens + row % kTokens) * 128 + (c ^ row % 8) * 16;
-  *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
-}
 
 // Units of K of a tile, one after another.
 struct Segment {
@@ -133,32 +98,34 @@ __device__ inline bool meet(const FP4TilesParams& p, const Segment& piece,
     }
     return true;
   }
-  constexpr int kAtOnce = 4;  // blocks whose sums are on their way at a time
+  // Blocks whose sums are on their way at a time, and how many sums of each: as registers allow.
+  constexpr int kAtOnce = 4, kPart = kThreads > 256 || kSums < 16 ? 8 : 16;
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-    for (int j = 0; j < kSums; j += 8) {
-      float total[8] = {};
+    for (int j = 0; j < kSums; j += kPart) {
+      float total[kPart] = {};
 #pragma unroll 1
       for (int b = 0; b < blocks; b += kAtOnce) {
-        float4 v[kAtOnce][2];
+        float4 v[kAtOnce][kPart / 4];
 #pragma unroll
         for (int q = 0; q < kAtOnce; ++q) {
           const float4* from = at(first + min(b + q, blocks - 1)) + (i * kSums + j) / 4 * kThreads;
-          v[q][0] = from[0], v[q][1] = from[kThreads];
+#pragma unroll
+          for (int h = 0; h < kPart / 4; ++h) v[q][h] = from[h * kThreads];
         }
 #pragma unroll
         for (int q = 0; q < kAtOnce; ++q) {
           if (b + q >= blocks) break;
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
+          for (int h = 0; h < kPart / 4; ++h) {
             total[h * 4] += v[q][h].x, total[h * 4 + 1] += v[q][h].y;
             total[h * 4 + 2] += v[q][h].z, total[h * 4 + 3] += v[q][h].w;
           }
         }
       }
 #pragma unroll
-      for (int q = 0; q < 8; ++q) sum[i][j + q] = total[q];
+      for (int q = 0; q < kPart; ++q) sum[i][j + q] = total[q];
     }
   }
   return true;
@@ -228,6 +195,42 @@ __device__ inline void store_sums(const FP4TilesParams& p, const float (&sum)[kS
       at += 8 * p.n;
     }
   }
+}
+
+namespace {
+
+// x once, in the order that the weights have along K: then a bulk copy brings a tile as the
+// products read it. A thread has 16 bytes.
+template <int kTokens>
+__global__ void __launch_bounds__(kArrangeThreads)
+    narrowfloat_fp4_arrange(const __grid_constant__ FP4TilesParams p) {
+  let_next_launch_start();
+  const int chunk = static_cast<int>(blockIdx.x) * kArrangeThreads + threadIdx.x;
+  const int in_row = p.units * (kUnitCols / 8);
+  const int row = chunk / in_row, block = (chunk - row * in_row) / 8,
+            c = chunk % 8;  // of 64 columns
+  wait_for_launch_before();
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < p.shared; i += kArrangeThreads) p.counters[i] = 0;
+  }
+  if (row >= p.token_tiles * kTokens) return;
+  uint32_t words[4] = {};
+  if (row < p.tokens) {
+    const __nv_bfloat16* from = p.x + row * p.x_stride;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int64_t col = static_cast<int64_t>(block) * 64 + arranged_pair(c, i) * 2;
+      if (p.pairs && col + 1 < p.k) {
+        words[i] = *reinterpret_cast<const uint32_t*>(from + col);
+      } else {
+        if (col < p.k) words[i] = bits_of(from + col);
+        if (col + 1 < p.k) words[i] |= bits_of(from + col + 1) << 16;
+      }
+    }
+  }
+  const int64_t tile = static_cast<int64_t>(row / kTokens) * (2 * p.units) + block;
+  uint8_t* to = p.arranged + (tile * kTokens + row % kTokens) * 128 + (c ^ row % 8) * 16;
+  *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // Of a tile, a warpgroup has kTiles times 64 rows and all tokens. The last warp fetches: a stage
