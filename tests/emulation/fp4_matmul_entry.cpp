@@ -6,8 +6,8 @@
 #include "fp4_matmul_held.cu"
 #include "fp4_matmul_plan.cpp"
 #include "fp4_matmul_streamed.cu"
-#include "fp4_matmul_tiles_plan.cpp"
 #include "fp4_matmul_tiles.cu"
+#include "fp4_matmul_tiles_plan.cpp"
 #include "fp4_unpack.cu"
 #include "pretended_device.h"
 
