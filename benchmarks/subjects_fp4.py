@@ -15,7 +15,7 @@ from torch import nn
 
 QUANTIZED = ((16384, 8192), (4096, 4096))
 DECODED = ((4096, 4096), (8192, 28672))  # in, out
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
+TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096)
 SIDE_BYTES = 0.5 + 1 / 16  # an element: a code, and a scale byte for sixteen
 
 

@@ -10,14 +10,14 @@
 
 namespace narrowfloat {
 
-constexpr int64_t kFewTokens = 64;
+constexpr int64_t kFewTokens = 64;  // at most, of fp4_few_tokens
 
 // y [M,N] = scale (x [M,K] w [N,K]^T) + bias, summed in fp32, one rounding.
 struct FP4Matmul {
   const void* x;          // [M, K] bf16, row-major
   int64_t x_stride;       // elements from row to row
   const uint8_t* packed;  // [ceil(N/32), ceil(K/128), 2304], 16-byte aligned
-  int64_t m, n, k;        // 1 to kFewTokens tokens; sizes 0 too
+  int64_t m, n, k;        // for fp4_few_tokens 1 to kFewTokens tokens; sizes 0 too
   const float* scale;     // on the device, one element
   const void* bias;       // [N] or null
   Real bias_type;

@@ -24,6 +24,10 @@ constexpr int kUnitBytes = kUnitCodes + kUnitRows * kUnitCols / 16;
 // subnormal number), a scale 2^119 times itself, as large as bf16 allows.
 constexpr float kRestore = 128.f;
 
+// In the order that the operands have along K, eight elements at `chunk` of 64 columns (two
+// operands' rows of 16 bytes) are these four pairs.
+__host__ __device__ inline int arranged_pair(int chunk, int i) { return 8 * i + chunk; }
+
 // The four pairs of a word, sign to bit 15 (and 31), magnitude to bits 8 to 6 (and 24 to 22).
 // A pair lies where one shift, a rotation, or two shifts bring it there:
 // pair   sign, magnitude of its first code   of its second

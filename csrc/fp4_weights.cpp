@@ -1,19 +1,20 @@
-// Decides how a product with packed FP4 weights runs: a few tokens on the kernel for them, many as
-// a bf16 product with the weights unpacked.
+// Decides how a product with packed FP4 weights runs: a few tokens on the kernels for them, more in
+// tiles where the chip has warpgroups' products, many as a bf16 product with the weights unpacked.
 #include "cublaslt.h"
+#include "device.h"
 #include "fp4_matmul.h"
+#include "fp4_matmul_tiles.h"
 #include "ops.h"
 #include "product.h"
 
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
+
 namespace narrowfloat {
 namespace {
 
 constexpr const char* kOp = "fp4_weight_matmul";
-
-// fp4_weights.py says the same
-constexpr int64_t kUnitRows = 32, kUnitCols = 128, kUnitBytes = 2304;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -89,6 +90,43 @@ void many_tokens(const FP4Matmul& job, const Launch& on) {
   product.run(x.in(scratch, on), w, job.y, scratch, workspace, on);
 }
 
+constexpr int64_t kVeryFewTokens = 8, kManyWeights = int64_t{40} << 20;
+
+// Microseconds on an H200, of unpacking and the bf16 product; in the terms of FP4TilesPlan::cost.
+double unpacking_cost(int64_t m, int64_t n, int64_t k) {
+  const double weights = static_cast<double>(n) * static_cast<double>(k);
+  const double tokens = static_cast<double>(m);
+  const double l2 = 40e6;  // bytes of bf16 that stay there until they are used
+  const double unpack = 2.56 * weights / (2 * weights < l2 ? 5.2e6 : 3.8e6) + 1;
+  return 8 + unpack + std::max(2 * tokens * weights / 780e6, 2 * weights / 4.3e6);
+}
+
+void in_tiles(const FP4Matmul& job, const FP4TilesPlan& plan, const Launch& on) {
+  Scratch scratch;
+  const int64_t first = scratch.add(FP4TilesScratch(plan, job.m, job.k).bytes);
+  scratch.allocate(on.device);
+  fp4_tiles(job, plan, scratch.at(first), on.stream);
+}
+
+// The way that costs least, as measured on an H200: see benchmarks/README.md.
+void multiply(const FP4Matmul& job, const Launch& on) {
+  const bool few = job.m <= kFewTokens;
+  if (job.k > 0 && job.m > kVeryFewTokens && has_fp4_tiles(on.device)) {
+    // up to 16 tokens the kernel for few starts sooner, and reads weights more slowly
+    const bool tiles = job.m > 16 || job.n * job.k > kManyWeights;
+    const FP4TilesPlan plan =
+        plan_fp4_tiles(device_of(on.device).multiprocessors, job.m, job.n, job.k);
+    if (tiles && (few || plan.cost < unpacking_cost(job.m, job.n, job.k))) {
+      return in_tiles(job, plan, on);
+    }
+  }
+  if (few) {
+    fp4_few_tokens(job, on.device, on.stream);
+  } else {
+    many_tokens(job, on);
+  }
+}
+
 }  // namespace
 
 Tensor fp4_weight_matmul(const Tensor& x, const Tensor& packed, const Tensor& scale,
@@ -119,11 +157,7 @@ Tensor fp4_weight_matmul(const Tensor& x, const Tensor& packed, const Tensor& sc
   job.y_type = real_of(out_dtype, kOp, "out_dtype");
   job.constant = constant;
   if (job.m == 0 || job.n == 0) return y;
-  if (job.m <= kFewTokens) {
-    fp4_few_tokens(job, on.device, on.stream);
-  } else {
-    many_tokens(job, on);
-  }
+  multiply(job, on);
   return y;
 }
 

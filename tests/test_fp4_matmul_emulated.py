@@ -60,10 +60,25 @@ class Call(ctypes.Structure):
     ]  # fmt: skip
 
 
+class TilesCall(ctypes.Structure):
+    """emulation/fp4_matmul_entry.cpp."""
+
+    _fields_ = [
+        ("job", Job),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "multiprocessors", "tokens", "warpgroups", "row_tiles", "split", "depth", "stages",
+                "late_copies", "order",
+            )
+        ),
+    ]  # fmt: skip
+
+
 # found by the entry, and by one another, in the place of those in csrc
 REWRITTEN = (
     "fp4_matmul_kernels.cuh", "fp4_matmul_held.cu", "fp4_matmul_streamed.cu", "fp4_unpack.cu",
-    "fp4_matmul.cpp",
+    "fp4_matmul.cpp", "fp4_matmul_tiles.cu", "fp4_matmul_tiles_plan.cpp",
 )  # fmt: skip
 
 
@@ -75,6 +90,9 @@ def rewritten(sources: dict[str, str]) -> dict[str, str]:
         (r"NF_CUDA\(cudaLaunchKernelEx\(&config, (fp4_kernel\([^()]*\)), p\)\);",
          r"cluster_on_cpu::launch(\1, config.gridDim.x, config.blockDim.x,"
          " config.dynamicSmemBytes, plan.split, p);"),
+        (r"NF_CUDA\(cudaLaunchKernelEx\(&config, (arrange|multiply), p\)\);",
+         r"cluster_on_cpu::launch(\1, config.gridDim.x, config.blockDim.x,"
+         " config.dynamicSmemBytes, 1, p);"),
         (r"narrowfloat_fp4_unpack<<<([^;]*), (\w+), 0, stream>>>\(",
          r"cluster_on_cpu::launch(&narrowfloat_fp4_unpack, \1, \2, 0, 1, "),
         (r"const FP4Device facts = fp4_device\(device\);", "const FP4Device facts{};"),
@@ -106,7 +124,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     loaded = ctypes.CDLL(str(folder / "fp4_matmul.so"))
-    loaded.run_fp4_matmul.restype = loaded.run_fp4_unpack.restype = ctypes.c_char_p
+    for function in (loaded.run_fp4_matmul, loaded.run_fp4_tiles, loaded.run_fp4_unpack):
+        function.restype = ctypes.c_char_p
     return loaded
 
 
@@ -137,7 +156,8 @@ class Problem:
         constant: bool,
         **plan: int,
     ) -> bool:
-        """Whether there is such a plan; what it computes is asserted to be right."""
+        """Whether there is such a plan; what it computes is asserted to be right. A plan with
+        multiprocessors is one of tiles."""
         x = torch.full((self.m, stride), float("nan"), dtype=BF16)
         x[:, : self.k] = self.x
         bias = None if bias_dtype is None else torch.randn(self.n).to(bias_dtype)
@@ -146,8 +166,10 @@ class Problem:
             at(x), stride, at(self.packed), self.m, self.n, self.k, at(self.scale), at(bias),
             REALS[bias_dtype or torch.float32], at(y), REALS[out], constant,
         )  # fmt: skip
-        call = Call(job, **plan)
-        problem = library.run_fp4_matmul(ctypes.byref(call))
+        if "multiprocessors" in plan:
+            problem = library.run_fp4_tiles(ctypes.byref(TilesCall(job, **plan)))
+        else:
+            problem = library.run_fp4_matmul(ctypes.byref(Call(job, **plan)))
         if problem == b"no plan":
             return False
         assert problem is None, (problem, plan)
@@ -222,3 +244,44 @@ def test_any_plan(library: ctypes.CDLL, streamed: bool) -> None:
             order=choose.randrange(3),
         )
     assert ran > 40
+
+
+@pytest.mark.parametrize("m", [16, 17, 130])
+@pytest.mark.parametrize("n, k", [(32, 128), (33, 100), (200, 1024), (1, 1)])
+def test_tiles_as_planned(library: ctypes.CDLL, n: int, k: int, m: int) -> None:
+    p = Problem(n, k, m)
+    plan = dict.fromkeys((name for name, _ in TilesCall._fields_[1:]), 0)
+    plan |= {"multiprocessors": 3, "late_copies": 1}
+    assert p.run(library, torch.float32, None, k, True, **plan)
+
+
+def test_any_tiles(library: ctypes.CDLL) -> None:
+    """Tiles that a block has to itself and that several share, in any order of blocks and threads;
+    stages that wrap and that are not filled."""
+    choose = random.Random(1)
+    ran = 0
+    for i in range(40):
+        tokens, warpgroups, row_tiles = choose.choice(
+            [(16, 2, 1), (16, 4, 1), (32, 2, 1), (64, 4, 1), (128, 2, 1), (128, 2, 2)]
+        )
+        n = choose.choice([1, 31, 100, 130, 256, 300, 516])
+        k = choose.choice([1, 100, 129, 256, 700, 1024, 1500])
+        m = choose.choice([1, tokens - 1, tokens, tokens + 1, 2 * tokens])
+        p = Problem(n, k, m, nan=i % 5 == 0)
+        ran += p.run(
+            library,
+            choose.choice(list(REALS)),
+            choose.choice([None, *REALS]),
+            k + choose.choice([0, 8, 3]),
+            choose.random() < 0.5,
+            multiprocessors=choose.choice([1, 2, 3, 5, 8]),
+            tokens=tokens,
+            warpgroups=warpgroups,
+            row_tiles=row_tiles,
+            split=choose.choice([1, 2, 3, 8]),
+            depth=choose.choice([0, 1, 2, 3]),
+            stages=choose.choice([0, 2, 3]),
+            late_copies=choose.randrange(2),
+            order=choose.randrange(3),
+        )
+    assert ran == 40

@@ -148,6 +148,44 @@ def test_product(device: str, n: int, k: int) -> None:
         assert relative_error(y, exact(x, w, scale, None)) <= max(allowed, 2.0**-9 + 1e-5), m
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [17, 32, 64, 100, 130, 257, 520])
+@pytest.mark.parametrize("n, k", [(32, 128), (33, 100), (515, 2056), (4096, 4096), (28672, 384)])
+def test_tiles(cuda: str, n: int, k: int, m: int) -> None:
+    """csrc/fp4_matmul_tiles.cu where there is such a kernel: ragged sizes, tiles of one block and
+    of several, each type, the same bits each time, in a graph too."""
+    codes, scales = weights(n, k, cuda)
+    w = reference_fp4.unpacked(codes, scales, n, k)
+    packed = fp4_weights.pack(codes, scales, n, k)
+    scale = torch.full((1,), 0.0123, device=cuda)
+    wide = torch.full((m, k + 3), float("nan"), device=cuda, dtype=BF16)
+    x = torch.randn(m, k, device=cuda).to(BF16)
+    want = exact(x, w, scale, None)
+    bf16 = torch.matmul(x, w.to(BF16).t())
+    allowed = 2 * relative_error(bf16, exact(x, w, torch.ones_like(scale), None))
+    first = fp4_weight_matmul_op(x, packed, scale, None, n, BF16, False)
+    assert relative_error(first, want) <= max(allowed, 2.0**-9 + 1e-5)
+    torch.cuda.synchronize()
+    for _ in range(5):
+        assert_same_bits(fp4_weight_matmul_op(x, packed, scale, None, n, BF16, True), first)
+    wide[:, 1 : k + 1] = x
+    bias_types = (torch.float32, BF16, torch.float16)
+    for out_dtype, bias_dtype in zip(bias_types, bias_types, strict=True):
+        bias = torch.randn(n, device=cuda).to(bias_dtype)
+        rounding = {torch.float32: 5e-5, BF16: 2.0**-8, torch.float16: 2.0**-10}[out_dtype]
+        y = fp4_weight_matmul_op(wide[:, 1 : k + 1], packed, scale, bias, n, out_dtype, True)
+        assert relative_error(y, exact(x, w, scale, bias)) < rounding
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = [fp4_weight_matmul_op(x, packed, scale, None, n, BF16, True) for _ in range(3)]
+    for _ in range(3):
+        for y in made:
+            y.zero_()
+        graph.replay()
+        for y in made:
+            assert_same_bits(y, first)
+
+
 @pytest.mark.parametrize("m", [1, 8, 9, 17, 33, 64])
 @pytest.mark.parametrize("n, k", [(32, 128), (200, 1000), (1056, 4096)])
 def test_few_tokens(device: str, m: int, n: int, k: int) -> None:

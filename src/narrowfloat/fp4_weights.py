@@ -2,7 +2,8 @@
 
 Training keeps codes row by row and block scales in tiles, as cuBLASLt reads them. A product with a
 few tokens lives by how fast the weights come from memory, so inference orders them once as the
-kernel's threads use them: csrc/fp4_packed.cuh says how, csrc/fp4_matmul_*.cu multiply.
+kernel's threads use them: csrc/fp4_packed.cuh says how, csrc/fp4_matmul_*.cu multiply. Where many
+tokens come the weights are unpacked to bf16 first (csrc/fp4_weights.cpp).
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
 // Decides how a test calls the product with packed FP4 weights on the CPU.
-#include "instructions.cuh"
+#include "warpgroup.cuh"
 // after it
+#include "device.cpp"
 #include "fp4_matmul.cpp"
 #include "fp4_matmul_held.cu"
 #include "fp4_matmul_plan.cpp"
 #include "fp4_matmul_streamed.cu"
+#include "fp4_matmul_tiles.cu"
+#include "fp4_matmul_tiles_plan.cpp"
 #include "fp4_unpack.cu"
+#include "pretended_device.h"
 
 #include <cmath>
 
@@ -56,5 +60,36 @@ extern "C" const char* run_fp4_unpack(const uint8_t* packed, int64_t n, int64_t 
   cluster_on_cpu::problem.clear();
   cluster_on_cpu::order = cluster_on_cpu::Order::forward;
   fp4_unpack(packed, n, k, operand, scale, alpha, nullptr);
+  return problem_or_null();
+}
+
+struct TilesCall {
+  FP4Matmul job;
+  int64_t multiprocessors;
+  int64_t tokens, warpgroups, row_tiles, split;  // the plan's; tokens 0: as planned
+  int64_t depth, stages;                         // at most; 0: as planned
+  int64_t late_copies, order;
+};
+
+extern "C" const char* run_fp4_tiles(const TilesCall* c) {
+  cluster_on_cpu::problem.clear();
+  cluster_on_cpu::late_copies = c->late_copies != 0;
+  cluster_on_cpu::order = static_cast<cluster_on_cpu::Order>(c->order);
+  const int blocks = static_cast<int>(c->multiprocessors);
+  FP4TilesPlan plan =
+      c->tokens == 0 ? plan_fp4_tiles(blocks, c->job.m, c->job.n, c->job.k)
+                     : plan_fp4_tiles(blocks, c->job.m, c->job.n, c->job.k,
+                                      static_cast<int>(c->tokens), static_cast<int>(c->warpgroups),
+                                      static_cast<int>(c->row_tiles), static_cast<int>(c->split));
+  if (std::isinf(plan.cost)) return "no plan";
+  if (c->depth) plan.depth = std::min(plan.depth, static_cast<int>(c->depth));
+  if (c->stages) plan.stages = std::min(plan.stages, static_cast<int>(c->stages));
+  if (plan.stages * plan.stage_bytes() > tile_stage_bytes(plan.warpgroups)) {
+    return "a plan with more memory than there is";
+  }
+  // what lies beyond the scratch shows in the sums, if anything is taken from there
+  std::vector<uint4> scratch(FP4TilesScratch(plan, c->job.m, c->job.k).bytes / 16 + 16);
+  std::memset(scratch.data(), 0xff, scratch.size() * 16);
+  fp4_tiles(c->job, plan, scratch.data(), nullptr);
   return problem_or_null();
 }

@@ -170,14 +170,15 @@ void launch(Kernel* kernel, unsigned blocks, unsigned threads, size_t shared_byt
   body = [&] { kernel(args...); };
   std::mt19937 random(1);
   if (blocks % cluster_size != 0) report("a grid that is not whole clusters");
-  for (unsigned first = 0; first < blocks; first += cluster_size) {
+  for (unsigned i = 0; i < blocks; i += cluster_size) {
+    const unsigned first = order == Order::backward ? blocks - cluster_size - i : i;
     Cluster cluster;
     cluster.blocks.resize(cluster_size);
     cluster.threads = cluster_size * static_cast<int>(threads);
     std::vector<Fiber*> fibers;
-    for (int i = 0; i < cluster_size; ++i) {
-      start(cluster.blocks[i], cluster, first + i, shared_bytes);
-      for (Fiber& f : cluster.blocks[i].fibers) fibers.push_back(&f);
+    for (int rank = 0; rank < cluster_size; ++rank) {
+      start(cluster.blocks[rank], cluster, first + rank, shared_bytes);
+      for (Fiber& f : cluster.blocks[rank].fibers) fibers.push_back(&f);
     }
     if (order == Order::backward) std::reverse(fibers.begin(), fibers.end());
     if (order == Order::shuffled) std::shuffle(fibers.begin(), fibers.end(), random);
