@@ -21,13 +21,18 @@ struct MeasureShape {
   int64_t slices;
 };
 
-// As many blocks as the device holds, each a strip of columns and a slice of the bands of rows.
+// As many blocks as the device holds. Where columns are summed each has a strip of them and a slice
+// of the bands of rows, which leaves some of the device's places empty.
 MeasureShape measure_shape(const Fp4Job& job, int device) {
   const int64_t resident = int64_t{device_of(device).multiprocessors} * kFp4MeasureBlocksPerSm;
   const int64_t strip = 32 * fp4_lane_columns(job.type);
   const int64_t strips = std::clamp<int64_t>(ceil_div(job.cols, strip), 1, resident);
-  const int64_t slices =
-      std::clamp<int64_t>(resident / strips, 1, std::max<int64_t>(ceil_div(job.rows, kFp4Band), 1));
+  const int64_t bands = std::max<int64_t>(ceil_div(job.rows, kFp4Band), 1);
+  if (!job.column_sums) {
+    const int64_t units = std::max<int64_t>(ceil_div(job.cols, strip), 1) * bands;
+    return {static_cast<int>(std::min(units, resident)), 1};
+  }
+  const int64_t slices = std::clamp<int64_t>(resident / strips, 1, bands);
   return {static_cast<int>(strips * slices), slices};
 }
 

@@ -2,8 +2,8 @@
 #include "check.h"
 #include "fp4_block_scales.cuh"
 #include "fp4_kernels.h"
-#include "fp4_numerics.cuh"
 #include "fp4_random.cuh"
+#include "fp4_rounding.cuh"
 #include "fp4_tile.cuh"
 #include "kernels.cuh"
 
@@ -67,44 +67,66 @@ struct Way {
   static constexpr bool kWords = kSide == 0 && !kRotated;
 };
 
-// A group with its scale byte known: its codes or its operand to `to`. `group` numbers it for the
-// random bits.
-template <typename W>
-__device__ inline void write_group(const Fp4QuantizeParams& p, const Shared& s, uint32_t scale,
-                                   float (&x)[kGroup], uint32_t (&w)[8], uint4* to,
-                                   uint64_t group) {
-  const Factors factors = s.factors[W::kSide][scale];
-  constexpr bool kPacked = W::kForm == Fp4Form::packed;
-  if (special(scale)) {
-    if (!kPacked && scale == kNanScale) {
-      to[0] = to[1] = make_uint4(0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u);
-      return;
-    }
-    tame(x, scale, factors.multiplier, p.job.mx);
-    if constexpr (W::kWords) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) w[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
-    }
-  }
+// A group's codes, or its operand, from values of at most 6.5 times 1 / multiplier. `group` numbers
+// it for the random bits.
+template <Fp4Form kForm, bool kStochastic, bool kWords>
+__device__ inline void round_group(const Shared& s, int side, const Factors& factors,
+                                   const float (&x)[kGroup], const uint32_t (&w)[8], uint64_t group,
+                                   uint4 (&out)[2]) {
   uint4 random;
-  if constexpr (W::kStochastic) random = random_bytes(s.keys, s.stream[W::kSide], group);
-  if constexpr (kPacked) {
+  if constexpr (kStochastic) random = random_bytes(s.keys, s.stream[side], group);
+  if constexpr (kForm == Fp4Form::packed) {
     uint2 codes;
-    if constexpr (W::kStochastic) {
-      codes = stochastic_codes<W::kWords>(x, w, factors.multiplier, random);
+    if constexpr (kStochastic) {
+      codes = stochastic_codes<kWords>(x, w, factors.multiplier, random);
     } else {
-      codes = nearest_codes<W::kWords>(x, w, factors.multiplier);
+      codes = nearest_codes<kWords>(x, w, factors.multiplier);
     }
-    *reinterpret_cast<uint2*>(to) = codes;
+    out[0] = make_uint4(codes.x, codes.y, 0, 0);
   } else {
-    uint32_t out[8];
-    if constexpr (W::kStochastic) {
-      stochastic_operand<W::kWords>(x, w, factors, random, out);
+    uint32_t o[8];
+    if constexpr (kStochastic) {
+      stochastic_operand(x, factors, random, o);
     } else {
-      nearest_operand<W::kWords>(x, w, factors, out);
+      nearest_operand<kWords>(x, w, factors, o);
     }
-    to[0] = make_uint4(out[0], out[1], out[2], out[3]);
-    to[1] = make_uint4(out[4], out[5], out[6], out[7]);
+    out[0] = make_uint4(o[0], o[1], o[2], o[3]);
+    out[1] = make_uint4(o[4], o[5], o[6], o[7]);
+  }
+}
+
+// The same of a special() group, which is rare: apart, so that the usual way stays short.
+template <Fp4Form kForm, bool kStochastic>
+__device__ __noinline__ void round_special(const Shared& s, int side, uint32_t scale, bool mx,
+                                           const float* from, uint64_t group, uint4 (&out)[2]) {
+  if (without_codes(scale)) {
+    const uint32_t fill = kForm == Fp4Form::operand && scale == kNanScale ? 0x7fc07fc0u : 0;
+    out[0] = out[1] = make_uint4(fill, fill, fill, fill);
+    return;
+  }
+  float x[kGroup];
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) x[i] = from[i];
+  const Factors factors = s.factors[side][scale];
+  tame(x, factors.multiplier, mx);
+  const uint32_t none[8] = {};
+  round_group<kForm, kStochastic, false>(s, side, factors, x, none, group, out);
+}
+
+template <typename W>
+__device__ inline void quantize_group(const Fp4QuantizeParams& p, const Shared& s, uint32_t scale,
+                                      const float (&x)[kGroup], const uint32_t (&w)[8],
+                                      uint64_t group, uint4 (&out)[2]) {
+  const Factors factors = s.factors[W::kSide][scale];
+  if (special(scale)) {
+    float copy[kGroup];
+    uint4 special_out[2];
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) copy[i] = x[i];
+    round_special<W::kForm, W::kStochastic>(s, W::kSide, scale, p.job.mx, copy, group, special_out);
+    out[0] = special_out[0], out[1] = special_out[1];
+  } else {
+    round_group<W::kForm, W::kStochastic, W::kWords>(s, W::kSide, factors, x, w, group, out);
   }
 }
 
@@ -135,25 +157,33 @@ __device__ inline int inside(int64_t size, int64_t first) {
   return static_cast<int>(min(size - first, static_cast<int64_t>(kFp4Tile)));
 }
 
-// A tile's rows: a thread a group of a row.
+// A tile's rows: a thread a group of a row. An operand is put where its row was: a lane has 32
+// bytes of it, of which a store takes 16, and stores of whole lines cost less.
 template <typename W>
 __device__ inline void quantize_rows(const Fp4QuantizeParams& p, Shared& s, int now, int64_t r0,
                                      int64_t c0) {
+  constexpr bool kPacked = W::kForm == Fp4Form::packed;
   const int group = threadIdx.x % kTileGroups;
   int row = threadIdx.x / kTileGroups;
+  // what a thread writes: its group, or 16 bytes of every other row of its warp
+  const int lane = threadIdx.x % 32, out_row = kPacked ? row : row / 4 * 4 + lane / 16;
+  const int out_group = kPacked ? group : lane % 16 / 2;
   uint4* to = beyond(place_of<W>(p.job.side[0], r0 * p.groups[0] + c0 / kGroup),
-                     wide(row, p.groups[0], group) * kGroupBytes<W>);
-  const int64_t step = kRowsAtOnce * p.groups[0] * kGroupBytes<W>;
+                     wide(out_row, p.groups[0], out_group) * kGroupBytes<W>);
+  if constexpr (!kPacked) to += lane % 2;
+  const int64_t row_bytes = p.groups[0] * kGroupBytes<W>;
   uint64_t number = 0;
   if constexpr (W::kStochastic) {
     number = r0 * p.numbers[0] + c0 / kGroup + wide(row, p.numbers[0], group);
   }
-  const int rows = c0 / kGroup + group < p.groups[0] ? inside(p.padded[0], r0) : 0;
+  int left = (c0 / kGroup + out_group < p.groups[0] ? inside(p.padded[0], r0) : 0) - out_row;
   [[maybe_unused]] const int real_rows = inside(p.job.rows, r0);
   const float to_six = s.side[0].to_six;
-  auto* staged = reinterpret_cast<uint8_t*>(s.scales[0]) + scale_byte(row, group);
-  const uint32_t* from = s.tile[now] + tile_word(row, 0);
+  [[maybe_unused]] const bool plain = !p.job.mx && !p.job.side[0].scale_up;
+  auto* staged = reinterpret_cast<uint8_t*>(s.scales[now][0]) + scale_byte(row, group);
+  uint32_t* from = s.tile[now] + tile_word(row, 0);
   const int first = tile_word(0, 2 * group), second = tile_word(0, 2 * group + 1);
+  [[maybe_unused]] const int out = tile_word(out_row, lane % 16) - tile_word(row, 0);
 #pragma unroll 1
   for (int i = 0; i < kRowSteps; ++i) {
     const uint4 a = *reinterpret_cast<const uint4*>(from + first);
@@ -170,17 +200,27 @@ __device__ inline void quantize_rows(const Fp4QuantizeParams& p, Shared& s, int 
     uint32_t scale;
     if constexpr (W::kChoice == Choice::block) {  // beyond the last row of a ragged block: none
       scale = row < real_rows ? s.block[now][row / kGroup * kTileGroups + group] : 0;
+      row += kRowsAtOnce;
     } else {
-      scale = choose_scale<W>(p, s, to_six, amax, x, 1);
+      scale = choose_scale<W>(p, s, plain, to_six, amax, x, 1);
     }
-    if constexpr (W::kForm == Fp4Form::packed) {
+    uint4 q[2];
+    quantize_group<W>(p, s, scale, x, w, number, q);
+    if constexpr (kPacked) {
       *staged = scale;
       staged += scale_byte(kRowsAtOnce, 0);
+      if (left > 0) *reinterpret_cast<uint2*>(to) = make_uint2(q[0].x, q[0].y);
+    } else {
+      *reinterpret_cast<uint4*>(from + first) = q[0];
+      *reinterpret_cast<uint4*>(from + second) = q[1];
+      __syncwarp();
+      const auto* words = reinterpret_cast<const uint4*>(from + out);
+      if (left > 0) *to = words[0];
+      if (left > 2) *beyond(to, 2 * row_bytes) = words[2 * kFp4Tile / 8];
     }
-    if (row < rows) write_group<W>(p, s, scale, x, w, to, number);
-    row += kRowsAtOnce;
+    left -= kRowsAtOnce;
     from += kRowsAtOnce * (kFp4Tile / 2) + kRowsAtOnce / kGroup * 4;
-    to = beyond(to, step);
+    to = beyond(to, kRowsAtOnce * row_bytes);
     if constexpr (W::kStochastic) number += kRowsAtOnce * p.numbers[0];
   }
 }
@@ -193,6 +233,7 @@ __device__ inline void quantize_columns(const Fp4QuantizeParams& p, Shared& s, i
   const int columns = r0 / kGroup + group < p.groups[1] ? inside(p.padded[1], c0) : 0;
   [[maybe_unused]] const int real_columns = inside(p.job.cols, c0);
   const float to_six = s.side[1].to_six;
+  [[maybe_unused]] const bool plain = !p.job.mx && !p.job.side[1].scale_up;
   int column = 2 * (warp * 4 + lane % 4);
   uint4* to = beyond(place_of<W>(p.job.side[1], c0 * p.groups[1] + r0 / kGroup),
                      wide(column, p.groups[1], group) * kGroupBytes<W>);
@@ -201,7 +242,7 @@ __device__ inline void quantize_columns(const Fp4QuantizeParams& p, Shared& s, i
   if constexpr (W::kStochastic) {
     number = c0 * p.numbers[1] + r0 / kGroup + wide(column, p.numbers[1], group);
   }
-  auto* staged = reinterpret_cast<uint8_t*>(s.scales[1]) + scale_byte(column, group);
+  auto* staged = reinterpret_cast<uint8_t*>(s.scales[now][1]) + scale_byte(column, group);
   const uint32_t* from = s.tile[now] + tile_word(group * kGroup, warp) + lane % 4;
   constexpr int kFurther = kFp4Tile / 2;  // columns of the second step
 #pragma unroll 1
@@ -226,14 +267,22 @@ __device__ inline void quantize_columns(const Fp4QuantizeParams& p, Shared& s, i
       if constexpr (W::kChoice == Choice::block) {
         scale = column < real_columns ? s.block[now][group * kTileGroups + column / kGroup] : 0;
       } else {
-        scale = choose_scale<W>(p, s, to_six, amax, x, 4);
+        scale = choose_scale<W>(p, s, plain, to_six, amax, x, 4);
       }
       if constexpr (W::kForm == Fp4Form::packed) {
         *staged = scale;
         staged += scale_byte(1, 0);  // an even column's neighbour is in its 32 rows
       }
-      uint32_t none[8];  // neighbours are not in one word
-      if (column < columns) write_group<W>(p, s, scale, x, none, to, number);
+      const uint32_t none[8] = {};  // neighbours are not in one word
+      uint4 q[2];
+      quantize_group<W>(p, s, scale, x, none, number, q);
+      if (column < columns) {
+        if constexpr (W::kForm == Fp4Form::packed) {
+          *reinterpret_cast<uint2*>(to) = make_uint2(q[0].x, q[0].y);
+        } else {
+          to[0] = q[0], to[1] = q[1];
+        }
+      }
       ++column;
       to = beyond(to, step);
       if constexpr (W::kStochastic) number += p.numbers[1];
@@ -307,8 +356,21 @@ __device__ inline void write_column_sums(const Fp4QuantizeParams& p) {
   }
 }
 
-struct Position {  // of a tile, in tiles
-  uint32_t row, column;
+// A block's tiles, every gridDim.x'th, the last one first: that is what measuring has read last.
+struct Tiles {
+  int64_t row, column;  // in tiles; none: row < 0
+  int64_t across, step_rows, step_columns;
+
+  __device__ explicit Tiles(const Fp4QuantizeParams& p)
+      : row(0), column(p.tiles - 1 - blockIdx.x), across(max(p.col_tiles, int64_t{1})) {
+    step_rows = gridDim.x / across, step_columns = gridDim.x % across;
+    row = column < 0 ? -1 : column / across, column -= row * across;
+  }
+  __device__ bool any() const { return row >= 0; }
+  __device__ void advance() {
+    row -= step_rows, column -= step_columns;
+    if (column < 0) column += across, --row;
+  }
 };
 
 template <bool kTwoD>
@@ -317,39 +379,42 @@ __global__ void __launch_bounds__(kFp4Threads, kFp4BlocksPerSm)
   extern __shared__ __align__(16) unsigned char launch_shared[];
   Shared& s = *reinterpret_cast<Shared*>(launch_shared);
   const Fp4Job& job = p.job;
-  const auto tiles = static_cast<uint32_t>(p.tiles);
-  const auto across = static_cast<uint32_t>(p.col_tiles);
-  const auto load = [&](uint32_t t, int to) {
-    Position at{};
-    if (t < tiles) {
-      at = {t / across, t % across};
-      load_tile(job, p.aligned, int64_t{at.row} * kFp4Tile, int64_t{at.column} * kFp4Tile,
-                s.tile[to]);
+  const auto load = [&](const Tiles& at, int to) {
+    if (at.any()) {
+      load_tile(job, p.aligned, at.row * kFp4Tile, at.column * kFp4Tile, s.tile[to]);
     }
     __pipeline_commit();
-    return at;
   };
-  Position next = load(blockIdx.x, 0);  // x was there before it was measured
-  prepare(p, s);
-  int now = 0;
-  for (uint32_t t = blockIdx.x; t < tiles; t += gridDim.x, now ^= 1) {
-    const Position at = next;
-    const int64_t r0 = int64_t{at.row} * kFp4Tile, c0 = int64_t{at.column} * kFp4Tile;
-    next = load(t + gridDim.x, now ^ 1);
-    __pipeline_wait_prior(1);
-    __syncthreads();
-    if constexpr (kTwoD) choose_block_scales(p, s, now);
-    quantize_side<0, kTwoD>(p, s, now, r0, c0);
-    quantize_side<1, kTwoD>(p, s, now, r0, c0);
-    if (kTwoD && threadIdx.x < kTileGroups * kTileGroups) s.block[now ^ 1][threadIdx.x] = 0;
-    __syncthreads();
+  const auto write_scale_bytes = [&](const Tiles& at, int from) {
     if (job.side[0].form == Fp4Form::packed) {
-      write_scales(s.scales[0], job.side[0].scales, at.row, at.column, p.chunks[0]);
+      write_scales(s.scales[from][0], job.side[0].scales, at.row, at.column, p.chunks[0]);
     }
     if (job.side[1].form == Fp4Form::packed) {
-      write_scales(s.scales[1], job.side[1].scales, at.column, at.row, p.chunks[1]);
+      write_scales(s.scales[from][1], job.side[1].scales, at.column, at.row, p.chunks[1]);
     }
+  };
+  Tiles at(p), before = at;
+  load(at, 0);  // x was there before it was measured
+  prepare(p, s);
+  int now = 0;
+  for (bool first = true; at.any(); first = false, now ^= 1) {
+    __pipeline_wait_prior(0);
+    __syncthreads();  // this tile has come, and the one before is done with
+    if (!first) write_scale_bytes(before, now ^ 1);
+    before = at;
+    at.advance();
+    load(at, now ^ 1);
+    const int64_t r0 = before.row * kFp4Tile, c0 = before.column * kFp4Tile;
+    if constexpr (kTwoD) choose_block_scales(p, s, now);
+    quantize_side<1, kTwoD>(p, s, now, r0, c0);
+    if (job.side[0].form == Fp4Form::operand && job.side[1].form != Fp4Form::none) {
+      __syncthreads();  // rows are put where the tile is
+    }
+    quantize_side<0, kTwoD>(p, s, now, r0, c0);
+    if (kTwoD && threadIdx.x < kTileGroups * kTileGroups) s.block[now ^ 1][threadIdx.x] = 0;
   }
+  __syncthreads();
+  if (before.any()) write_scale_bytes(before, now ^ 1);
   write_column_sums(p);
 }
 

@@ -5,8 +5,8 @@
 #include <cuda_pipeline_primitives.h>
 
 #include "fp4_kernels.h"
-#include "fp4_numerics.cuh"
 #include "fp4_random.cuh"
+#include "fp4_rounding.cuh"
 
 namespace narrowfloat {
 
@@ -34,7 +34,7 @@ struct Shared {
   uint4 keys[kPhiloxKeys];
   uint2 stream[2];  // of random bytes, of each side
   SideScale side[2];
-  uint32_t scales[2][kFp4Tile * kTileGroups / 4];  // bytes, as scale_byte() has them
+  uint32_t scales[2][2][kFp4Tile * kTileGroups / 4];  // of a tile's sides: bytes, see scale_byte()
   uint32_t
       block[2][kTileGroups * kTileGroups];  // 16 x 16: amax, then scale; this tile's and the next's
   float error[2][kFp4Tile * kTileGroups];   // last: only four over six with 16 x 16 has it
@@ -135,10 +135,10 @@ __device__ inline void take16(const uint32_t* tile, int row, int group, float (&
 }
 
 // The staged scale bytes of a tile, the `row`th and `column`th of its side.
-__device__ inline void write_scales(const uint32_t* staged, uint8_t* scales, uint32_t row,
-                                    uint32_t column, int64_t chunks) {
+__device__ inline void write_scales(const uint32_t* staged, uint8_t* scales, int64_t row,
+                                    int64_t column, int64_t chunks) {
   constexpr int kTileChunks = kTileGroups / kScaleGroups;
-  const int64_t first = int64_t{column} * kTileChunks;
+  const int64_t first = column * kTileChunks;
   if (first + threadIdx.x / kScaleRows >= chunks) return;
   reinterpret_cast<uint32_t*>(scales + (row * chunks + first) * kScaleTileBytes)[threadIdx.x] =
       staged[threadIdx.x];
