@@ -130,54 +130,57 @@ __device__ inline void quantize_group(const Fp4QuantizeParams& p, const Shared& 
   }
 }
 
-// Where a side's group `at`, counted from its beginning, is written.
+// Bytes of a group where it is written.
 template <typename W>
-__device__ inline uint4* place_of(const Fp4Side& side, int64_t at) {
-  if constexpr (W::kForm == Fp4Form::packed) {
-    return reinterpret_cast<uint4*>(side.codes + at * (kGroup / 2));
-  } else {
-    return static_cast<uint4*>(side.operand) + at * 2;
-  }
-}
-// Bytes of a group there.
-template <typename W>
-constexpr int64_t kGroupBytes = W::kForm == Fp4Form::packed ? kGroup / 2 : kGroup * 2;
+constexpr uint32_t kGroupBytes = W::kForm == Fp4Form::packed ? kGroup / 2 : kGroup * 2;
 
-__device__ inline uint4* beyond(uint4* p, int64_t bytes) {
+__device__ inline uint4* beyond(uint4* p, uint64_t bytes) {
   return reinterpret_cast<uint4*>(reinterpret_cast<unsigned char*>(p) + bytes);
 }
+__device__ inline uint64_t wide(uint32_t a, uint32_t b) { return static_cast<uint64_t>(a) * b; }
 
-// Where in a tile: what is the same for its threads is added apart.
-__device__ inline int64_t wide(int row, int64_t groups, int group) {
-  return static_cast<int64_t>(static_cast<uint64_t>(row) * static_cast<uint32_t>(groups) + group);
+// Where a tile of a side begins, its `row`th and `column`th.
+template <typename W>
+__device__ inline uint4* place_of(const Fp4QuantizeParams& p, int row, int column) {
+  const Fp4Side& side = p.job.side[W::kSide];
+  constexpr bool kPacked = W::kForm == Fp4Form::packed;
+  unsigned char* first = kPacked ? side.codes : static_cast<unsigned char*>(side.operand);
+  return reinterpret_cast<uint4*>(first + wide(row, p.groups[W::kSide]) *
+                                              (kFp4Tile * kGroupBytes<W>)+column *
+                                              (kTileGroups * kGroupBytes<W>));
+}
+// The number of a tile's first group.
+template <typename W>
+__device__ inline uint64_t number_of(const Fp4QuantizeParams& p, int row, int column) {
+  return wide(row, p.numbers[W::kSide]) * kFp4Tile + column * kTileGroups;
 }
 
-// What of a tile from `first` on is inside.
-__device__ inline int inside(int64_t size, int64_t first) {
-  return static_cast<int>(min(size - first, static_cast<int64_t>(kFp4Tile)));
+// What of a tile, the `at`th, is inside.
+__device__ inline int inside(int64_t size, int at) {
+  return static_cast<int>(size) - at * kFp4Tile;
 }
 
 // A tile's rows: a thread a group of a row. An operand is put where its row was: a lane has 32
 // bytes of it, of which a store takes 16, and stores of whole lines cost less.
 template <typename W>
-__device__ inline void quantize_rows(const Fp4QuantizeParams& p, Shared& s, int now, int64_t r0,
-                                     int64_t c0) {
+__device__ inline void quantize_rows(const Fp4QuantizeParams& p, Shared& s, int now, Spot at) {
   constexpr bool kPacked = W::kForm == Fp4Form::packed;
   const int group = threadIdx.x % kTileGroups;
   int row = threadIdx.x / kTileGroups;
   // what a thread writes: its group, or 16 bytes of every other row of its warp
   const int lane = threadIdx.x % 32, out_row = kPacked ? row : row / 4 * 4 + lane / 16;
   const int out_group = kPacked ? group : lane % 16 / 2;
-  uint4* to = beyond(place_of<W>(p.job.side[0], r0 * p.groups[0] + c0 / kGroup),
-                     wide(out_row, p.groups[0], out_group) * kGroupBytes<W>);
-  if constexpr (!kPacked) to += lane % 2;
-  const int64_t row_bytes = p.groups[0] * kGroupBytes<W>;
+  const uint32_t row_bytes = p.groups[0] * kGroupBytes<W>;
+  uint4* to = beyond(
+      place_of<W>(p, at.row, at.column),
+      wide(out_row, row_bytes) + (kPacked ? group * kGroupBytes<W> : lane % 16 * sizeof(uint4)));
   uint64_t number = 0;
   if constexpr (W::kStochastic) {
-    number = r0 * p.numbers[0] + c0 / kGroup + wide(row, p.numbers[0], group);
+    number = number_of<W>(p, at.row, at.column) + wide(row, p.numbers[0]) + group;
   }
-  int left = (c0 / kGroup + out_group < p.groups[0] ? inside(p.padded[0], r0) : 0) - out_row;
-  [[maybe_unused]] const int real_rows = inside(p.job.rows, r0);
+  const bool across = at.column * kTileGroups + out_group < p.groups[0];
+  int left = (across ? inside(p.padded[0], at.row) : 0) - out_row;
+  [[maybe_unused]] const int real_rows = inside(p.job.rows, at.row);
   const float to_six = s.side[0].to_six;
   [[maybe_unused]] const bool plain = !p.job.mx && !p.job.side[0].scale_up;
   auto* staged = reinterpret_cast<uint8_t*>(s.scales[now][0]) + scale_byte(row, group);
@@ -216,31 +219,31 @@ __device__ inline void quantize_rows(const Fp4QuantizeParams& p, Shared& s, int 
       __syncwarp();
       const auto* words = reinterpret_cast<const uint4*>(from + out);
       if (left > 0) *to = words[0];
-      if (left > 2) *beyond(to, 2 * row_bytes) = words[2 * kFp4Tile / 8];
+      if (left > 2) *beyond(to, wide(2, row_bytes)) = words[2 * kFp4Tile / 8];
     }
     left -= kRowsAtOnce;
     from += kRowsAtOnce * (kFp4Tile / 2) + kRowsAtOnce / kGroup * 4;
-    to = beyond(to, kRowsAtOnce * row_bytes);
-    if constexpr (W::kStochastic) number += kRowsAtOnce * p.numbers[0];
+    to = beyond(to, wide(kRowsAtOnce, row_bytes));
+    if constexpr (W::kStochastic) number += wide(kRowsAtOnce, p.numbers[0]);
   }
 }
 
 // A tile's columns: a thread the same group of two neighbouring ones.
 template <typename W>
-__device__ inline void quantize_columns(const Fp4QuantizeParams& p, Shared& s, int now, int64_t r0,
-                                        int64_t c0) {
+__device__ inline void quantize_columns(const Fp4QuantizeParams& p, Shared& s, int now, Spot at) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4;
-  const int columns = r0 / kGroup + group < p.groups[1] ? inside(p.padded[1], c0) : 0;
-  [[maybe_unused]] const int real_columns = inside(p.job.cols, c0);
+  const bool across = at.row * kTileGroups + group < p.groups[1];
+  const int columns = across ? inside(p.padded[1], at.column) : 0;
+  [[maybe_unused]] const int real_columns = inside(p.job.cols, at.column);
   const float to_six = s.side[1].to_six;
   [[maybe_unused]] const bool plain = !p.job.mx && !p.job.side[1].scale_up;
   int column = 2 * (warp * 4 + lane % 4);
-  uint4* to = beyond(place_of<W>(p.job.side[1], c0 * p.groups[1] + r0 / kGroup),
-                     wide(column, p.groups[1], group) * kGroupBytes<W>);
-  const int64_t step = p.groups[1] * kGroupBytes<W>;
+  const uint32_t step = p.groups[1] * kGroupBytes<W>;
+  uint4* to =
+      beyond(place_of<W>(p, at.column, at.row), wide(column, step) + group * kGroupBytes<W>);
   uint64_t number = 0;
   if constexpr (W::kStochastic) {
-    number = c0 * p.numbers[1] + r0 / kGroup + wide(column, p.numbers[1], group);
+    number = number_of<W>(p, at.column, at.row) + wide(column, p.numbers[1]) + group;
   }
   auto* staged = reinterpret_cast<uint8_t*>(s.scales[now][1]) + scale_byte(column, group);
   const uint32_t* from = s.tile[now] + tile_word(group * kGroup, warp) + lane % 4;
@@ -288,61 +291,58 @@ __device__ inline void quantize_columns(const Fp4QuantizeParams& p, Shared& s, i
       if constexpr (W::kStochastic) number += p.numbers[1];
     }
     column += kFurther - 2;
-    to = beyond(to, (kFurther - 2) * step);
-    if constexpr (W::kStochastic) number += (kFurther - 2) * p.numbers[1];
+    to = beyond(to, wide(kFurther - 2, step));
+    if constexpr (W::kStochastic) number += wide(kFurther - 2, p.numbers[1]);
     staged += scale_byte(kFurther, 0) - scale_byte(2, 0);
     from += tile_word(0, kFurther / 8 + warp) - tile_word(0, warp);
   }
 }
 
 template <int kSide, Fp4Form kForm, bool kStochastic, bool kRotated, Choice kChoice>
-__device__ inline void quantize(const Fp4QuantizeParams& p, Shared& s, int now, int64_t r0,
-                                int64_t c0) {
+__device__ inline void quantize(const Fp4QuantizeParams& p, Shared& s, int now, Spot at) {
   using W = Way<kSide, kForm, kStochastic, kRotated, kChoice>;
   if constexpr (kSide == 0) {
-    quantize_rows<W>(p, s, now, r0, c0);
+    quantize_rows<W>(p, s, now, at);
   } else {
-    quantize_columns<W>(p, s, now, r0, c0);
+    quantize_columns<W>(p, s, now, at);
   }
 }
 
 // A side of a tile the way that its flags say: of the loops in here a launch runs one, so the
 // others cost neither time nor room in the instruction cache.
 template <int kSide, Fp4Form kForm, bool kTwoD>
-__device__ inline void quantize_form(const Fp4QuantizeParams& p, Shared& s, int now, int64_t r0,
-                                     int64_t c0) {
+__device__ inline void quantize_form(const Fp4QuantizeParams& p, Shared& s, int now, Spot at) {
   const Fp4Side& side = p.job.side[kSide];
   if constexpr (kTwoD) {  // never rotated
     if (side.stochastic) {
-      quantize<kSide, kForm, true, false, Choice::block>(p, s, now, r0, c0);
+      quantize<kSide, kForm, true, false, Choice::block>(p, s, now, at);
     } else {
-      quantize<kSide, kForm, false, false, Choice::block>(p, s, now, r0, c0);
+      quantize<kSide, kForm, false, false, Choice::block>(p, s, now, at);
     }
   } else if (side.four_over_six) {  // never stochastic
     if (side.rotated) {
-      quantize<kSide, kForm, false, true, Choice::six_or_four>(p, s, now, r0, c0);
+      quantize<kSide, kForm, false, true, Choice::six_or_four>(p, s, now, at);
     } else {
-      quantize<kSide, kForm, false, false, Choice::six_or_four>(p, s, now, r0, c0);
+      quantize<kSide, kForm, false, false, Choice::six_or_four>(p, s, now, at);
     }
   } else if (side.stochastic) {
     if (side.rotated) {
-      quantize<kSide, kForm, true, true, Choice::group>(p, s, now, r0, c0);
+      quantize<kSide, kForm, true, true, Choice::group>(p, s, now, at);
     } else {
-      quantize<kSide, kForm, true, false, Choice::group>(p, s, now, r0, c0);
+      quantize<kSide, kForm, true, false, Choice::group>(p, s, now, at);
     }
   } else if (side.rotated) {
-    quantize<kSide, kForm, false, true, Choice::group>(p, s, now, r0, c0);
+    quantize<kSide, kForm, false, true, Choice::group>(p, s, now, at);
   } else {
-    quantize<kSide, kForm, false, false, Choice::group>(p, s, now, r0, c0);
+    quantize<kSide, kForm, false, false, Choice::group>(p, s, now, at);
   }
 }
 
 template <int kSide, bool kTwoD>
-__device__ inline void quantize_side(const Fp4QuantizeParams& p, Shared& s, int now, int64_t r0,
-                                     int64_t c0) {
+__device__ inline void quantize_side(const Fp4QuantizeParams& p, Shared& s, int now, Spot at) {
   const Fp4Form form = p.job.side[kSide].form;
-  if (form == Fp4Form::packed) quantize_form<kSide, Fp4Form::packed, kTwoD>(p, s, now, r0, c0);
-  if (form == Fp4Form::operand) quantize_form<kSide, Fp4Form::operand, kTwoD>(p, s, now, r0, c0);
+  if (form == Fp4Form::packed) quantize_form<kSide, Fp4Form::packed, kTwoD>(p, s, now, at);
+  if (form == Fp4Form::operand) quantize_form<kSide, Fp4Form::operand, kTwoD>(p, s, now, at);
 }
 
 __device__ inline void write_column_sums(const Fp4QuantizeParams& p) {
@@ -358,18 +358,21 @@ __device__ inline void write_column_sums(const Fp4QuantizeParams& p) {
 
 // A block's tiles, every gridDim.x'th, the last one first: that is what measuring has read last.
 struct Tiles {
-  int64_t row, column;  // in tiles; none: row < 0
-  int64_t across, step_rows, step_columns;
+  Spot at;  // none: at.row < 0
+  int across, step_rows, step_columns;
 
-  __device__ explicit Tiles(const Fp4QuantizeParams& p)
-      : row(0), column(p.tiles - 1 - blockIdx.x), across(max(p.col_tiles, int64_t{1})) {
+  __device__ explicit Tiles(const Fp4QuantizeParams& p) : at{-1, 0}, across(max(p.col_tiles, 1)) {
     step_rows = gridDim.x / across, step_columns = gridDim.x % across;
-    row = column < 0 ? -1 : column / across, column -= row * across;
+    const int64_t first = p.tiles - 1 - blockIdx.x;
+    if (first >= 0) {
+      at.row = static_cast<int>(first / across);
+      at.column = static_cast<int>(first - int64_t{at.row} * across);
+    }
   }
-  __device__ bool any() const { return row >= 0; }
+  __device__ bool any() const { return at.row >= 0; }
   __device__ void advance() {
-    row -= step_rows, column -= step_columns;
-    if (column < 0) column += across, --row;
+    at.row -= step_rows, at.column -= step_columns;
+    if (at.column < 0) at.column += across, --at.row;
   }
 };
 
@@ -379,42 +382,33 @@ __global__ void __launch_bounds__(kFp4Threads, kFp4BlocksPerSm)
   extern __shared__ __align__(16) unsigned char launch_shared[];
   Shared& s = *reinterpret_cast<Shared*>(launch_shared);
   const Fp4Job& job = p.job;
-  const auto load = [&](const Tiles& at, int to) {
-    if (at.any()) {
-      load_tile(job, p.aligned, at.row * kFp4Tile, at.column * kFp4Tile, s.tile[to]);
-    }
+  const Loader loader(p);
+  const auto load = [&](const Tiles& tiles, int to) {
+    if (tiles.any()) loader.load(p, tiles.at, s.tile[to]);
     __pipeline_commit();
   };
-  const auto write_scale_bytes = [&](const Tiles& at, int from) {
-    if (job.side[0].form == Fp4Form::packed) {
-      write_scales(s.scales[from][0], job.side[0].scales, at.row, at.column, p.chunks[0]);
-    }
-    if (job.side[1].form == Fp4Form::packed) {
-      write_scales(s.scales[from][1], job.side[1].scales, at.column, at.row, p.chunks[1]);
-    }
-  };
-  Tiles at(p), before = at;
-  load(at, 0);  // x was there before it was measured
+  Tiles tiles(p);
+  load(tiles, 0);  // x was there before it was measured
   prepare(p, s);
   int now = 0;
-  for (bool first = true; at.any(); first = false, now ^= 1) {
+  Spot at{-1, 0};
+  for (; tiles.any(); now ^= 1) {
     __pipeline_wait_prior(0);
     __syncthreads();  // this tile has come, and the one before is done with
-    if (!first) write_scale_bytes(before, now ^ 1);
-    before = at;
-    at.advance();
-    load(at, now ^ 1);
-    const int64_t r0 = before.row * kFp4Tile, c0 = before.column * kFp4Tile;
+    if (at.row >= 0) write_scales(p, s, now ^ 1, at);
+    at = tiles.at;
+    tiles.advance();
+    load(tiles, now ^ 1);
     if constexpr (kTwoD) choose_block_scales(p, s, now);
-    quantize_side<1, kTwoD>(p, s, now, r0, c0);
+    quantize_side<1, kTwoD>(p, s, now, at);
     if (job.side[0].form == Fp4Form::operand && job.side[1].form != Fp4Form::none) {
       __syncthreads();  // rows are put where the tile is
     }
-    quantize_side<0, kTwoD>(p, s, now, r0, c0);
+    quantize_side<0, kTwoD>(p, s, now, at);
     if (kTwoD && threadIdx.x < kTileGroups * kTileGroups) s.block[now ^ 1][threadIdx.x] = 0;
   }
   __syncthreads();
-  if (before.any()) write_scale_bytes(before, now ^ 1);
+  if (at.row >= 0) write_scales(p, s, now ^ 1, at);
   write_column_sums(p);
 }
 
