@@ -33,7 +33,7 @@ struct Fp4QuantizeParams {
   int padded[2], groups[2];  // of each side: its rows, and the groups of 16 along one
   int numbers[2];            // groups along a row that are numbered: without padding to 32
   int chunks[2];             // tiles of scale bytes side by side
-  bool aligned;                  // sixteen neighbours of every row lie in aligned 16-byte words
+  bool aligned;              // sixteen neighbours of every row lie in aligned 16-byte words
 };
 
 // columns a measuring lane reads of a row: 8 bytes
