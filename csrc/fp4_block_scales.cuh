@@ -3,7 +3,7 @@
 #pragma once
 
 #include "fp4_kernels.h"
-#include "fp4_numerics.cuh"
+#include "fp4_rounding.cuh"
 #include "fp4_tile.cuh"
 
 namespace narrowfloat {
@@ -22,10 +22,12 @@ __device__ inline uint32_t smaller_error(uint32_t six, float six_error, uint32_t
 enum class Choice { group, six_or_four, block };
 
 // The scale byte of a group whose block's amax is `bits`. Where a block is more than the group, its
-// threads agree: `pair_lane` is the other half's lane distance for blocks of 32.
+// threads agree: `pair_lane` is the other half's lane distance for blocks of 32. `plain`: neither
+// mx nor rounded up.
 template <typename W>
-__device__ inline uint32_t choose_scale(const Fp4QuantizeParams& p, const Shared& s, float to_six,
-                                        uint32_t bits, const float (&x)[kGroup], int pair_lane) {
+__device__ inline uint32_t choose_scale(const Fp4QuantizeParams& p, const Shared& s, bool plain,
+                                        float to_six, uint32_t bits, const float (&x)[kGroup],
+                                        int pair_lane) {
   const Fp4Job& job = p.job;
   const Fp4Side& side = job.side[W::kSide];
   const auto& factors = s.factors[W::kSide];
@@ -38,7 +40,7 @@ __device__ inline uint32_t choose_scale(const Fp4QuantizeParams& p, const Shared
     }
     return six;
   }
-  if (!job.mx && !side.scale_up) return nearest_block_scale(bits, to_six);
+  if (plain) return nearest_block_scale(bits, to_six);
   if (job.mx) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, pair_lane));
   return block_scale(bits, s.side[W::kSide], job.mx, side.scale_up, false);
 }

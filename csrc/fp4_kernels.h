@@ -28,11 +28,12 @@ struct Fp4QuantizeParams {
   int amax_count[2];
   const float* sum_partials;
   int64_t sum_count;
-  int64_t col_tiles, tiles;
-  int64_t padded[2], groups[2];  // of each side: its rows, and the groups of 16 along one
-  int64_t numbers[2];            // groups along a row that are numbered: without padding to 32
-  int64_t chunks[2];             // tiles of scale bytes side by side
-  bool aligned;                  // sixteen neighbours of every row lie in aligned 16-byte words
+  int col_tiles;
+  int64_t tiles;
+  int padded[2], groups[2];  // of each side: its rows, and the groups of 16 along one
+  int numbers[2];            // groups along a row that are numbered: without padding to 32
+  int chunks[2];             // tiles of scale bytes side by side
+  bool aligned;              // sixteen neighbours of every row lie in aligned 16-byte words
 };
 
 // columns a measuring lane reads of a row: 8 bytes

@@ -14,6 +14,7 @@ namespace {
 constexpr int64_t kMx = 1, kTwoD = 2, kRotate = 4, kStochasticDy = 8, kSixX = 16, kSixW = 32,
                   kScaleUpDy = 64;
 constexpr int kColumnsShift = 8;
+static_assert(kScale == kFp4Scales);
 constexpr int64_t kWanted = 1, kOperand = 2, kStochastic = 4, kRotated = 8, kFourOverSix = 16,
                   kScaleUp = 32, kQuantizeMx = 1 << 16, kQuantizeTwoD = 1 << 17;
 
@@ -145,7 +146,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fp4_quantize_op(const Tensor&
     if (operand) side.operand = data[k].data_ptr();
     if (side.form != Fp4Form::none && side.stochastic) job.seed = seed_of(seed, x, op);
   }
-  NF_CUDA(cudaMemsetAsync(scale.data_ptr(), 0, kScale * sizeof(float), on.stream));
+  job.scales = static_cast<float*>(scale.data_ptr());
   Scratch scratch;
   const int64_t partials = scratch.add(fp4_scratch_bytes(job, on.device));
   scratch.allocate(on.device);
@@ -205,7 +206,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fp4_linear_forward(const Tensor& x, c
     xj.side[1].scales = static_cast<uint8_t*>(x_scales.data_ptr());
     xj.side[1].tensor_scale = static_cast<float*>(scales.data_ptr());
   }
-  NF_CUDA(cudaMemsetAsync(scales.data_ptr(), 0, kScale * sizeof(float), on.stream));
+  xj.scales = static_cast<float*>(scales.data_ptr());
   fp4_quantize(xj, scratch.at(partials), on.device, on.stream);
   product.set_alpha(alpha);
   product.run(x_rows.in(scratch), w_rows.in(scratch), y.data_ptr(), scratch, workspace, on);

@@ -107,11 +107,12 @@ __device__ inline void add_rotated(const Sixteen<T>& v, float& amax) {
     float x[kGroup];
     v.column(j, x);
     rotate_stages<kGroup / 2>(x);
-    float m = 0.f;
+    uint32_t bits[kGroup / 2];
 #pragma unroll
     for (int i = 0; i < kGroup / 2; ++i) {  // see rotate()
-      m = max_abs_nan(m, __fadd_rn(fabsf(x[i]), fabsf(x[i + kGroup / 2])));
+      bits[i] = __float_as_uint(__fadd_rn(fabsf(x[i]), fabsf(x[i + kGroup / 2])));
     }
+    float m = __uint_as_float(largest_of(bits));
     if (!(m <= kFltMax)) {
       v.column(j, x);
       rotate(x);
@@ -130,8 +131,9 @@ __device__ inline uint32_t fp4_block_max(float amax, uint32_t* shared) {
                            threadIdx.x % 32 < kFp4Threads / 32 ? shared[threadIdx.x % 32] : 0);
 }
 
-// A warp takes a strip of columns, the block a slice of the bands of rows, a group of 16 rows a
-// warp: what is rotated along the rows lies in one thread.
+// A unit is a strip of columns of a band of rows, a group of 16 rows a warp: what is rotated along
+// the rows lies in one thread. Blocks take every p.blocks'th, or where columns are summed strips,
+// each in slices of its bands; either way the bands from first to last, see Tiles.
 template <typename T>
 __global__ void __launch_bounds__(kFp4Threads, kFp4MeasureBlocksPerSm)
     narrowfloat_fp4_measure(const __grid_constant__ Fp4MeasureParams p) {
@@ -141,31 +143,38 @@ __global__ void __launch_bounds__(kFp4Threads, kFp4MeasureBlocksPerSm)
   __shared__ uint32_t reduce[kWarps];
   __shared__ float sums[kWarps][kStrip];
   const Fp4Job& job = p.job;
-  const bool rotates = p.amax[1] && job.side[1].rotated;
+  const bool rotates = p.amax[1] && job.side[1].rotated, adds = p.sum_partials;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t strips = (job.cols + kStrip - 1) / kStrip;
-  const int64_t strips_at_once = p.blocks / p.slices, slice = blockIdx.x / strips_at_once;
+  const int64_t strips = max((job.cols + kStrip - 1) / kStrip, int64_t{1});
+  const int64_t bands = (job.rows + kFp4Band - 1) / kFp4Band;
+  const int64_t at_once = adds ? p.blocks / p.slices : strips;
+  const int64_t first_band = blockIdx.x / at_once;
+  const int64_t step_bands = adds ? p.slices : p.blocks / strips;
+  const int64_t step_strips = adds ? 0 : p.blocks % strips;
   float plain = 0.f, rotated = 0.f;
-  for (int64_t strip = blockIdx.x % strips_at_once; strip < strips && slice < p.slices;
-       strip += strips_at_once) {
-    const int64_t c = strip * kStrip + lane * kColumns;
+  for (int64_t first = blockIdx.x % at_once;
+       first < strips && first_band < (adds ? p.slices : bands); first += at_once) {
     float sum[kColumns] = {};
-    for (int64_t band = slice; band * kFp4Band < job.rows; band += p.slices) {
+    int64_t strip = first;
+    for (int64_t band = first_band; band < bands; band += step_bands) {
       const int64_t r = band * kFp4Band + warp * kGroup;
-      if (r >= job.rows) break;
-      Sixteen<T> v;
-      v.load(job, p.aligned, r, c);
-      if (p.sum_partials) {
+      if (r < job.rows) {
+        Sixteen<T> v;
+        v.load(job, p.aligned, r, strip * kStrip + lane * kColumns);
+        if (adds) {
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
+          for (int j = 0; j < kColumns; ++j) {
 #pragma unroll
-          for (int i = 0; i < kGroup; ++i) sum[j] += v.exact(i, j);
+            for (int i = 0; i < kGroup; ++i) sum[j] += v.exact(i, j);
+          }
         }
+        add_plain(v, plain);
+        if (rotates) add_rotated(v, rotated);
       }
-      add_plain(v, plain);
-      if (rotates) add_rotated(v, rotated);
+      strip += step_strips;
+      if (strip >= strips) strip -= strips, ++band;
     }
-    if (p.sum_partials) {
+    if (adds) {
       __syncthreads();
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) sums[warp][lane * kColumns + j] = sum[j];
@@ -175,7 +184,7 @@ __global__ void __launch_bounds__(kFp4Threads, kFp4MeasureBlocksPerSm)
         float total = 0.f;
 #pragma unroll
         for (int i = 0; i < kWarps; ++i) total += sums[i][threadIdx.x];
-        p.sum_partials[slice * job.cols + column] = total;
+        p.sum_partials[first_band * job.cols + column] = total;
       }
     }
   }

@@ -1,5 +1,5 @@
-// Decides how numbers become FP4: rotation, block scales, rounding, a group of 16 at a time.
-// reference_fp4.py says the same.
+// Decides how a group of 16 is rotated, and what its block's scale is. reference_fp4.py says the
+// same; fp4_rounding.cuh rounds.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -60,20 +60,26 @@ __device__ inline void rotate_stages(float (&x)[kGroup]) {
   }
 }
 
+// Of eight magnitudes as bits, where NaN is above Inf. Three at a time: half the instructions.
+__device__ inline uint32_t largest_of(const uint32_t (&m)[kGroup / 2]) {
+  const uint32_t low = __vimax3_u32(m[0], m[1], m[2]), high = __vimax3_u32(m[3], m[4], m[5]);
+  return __vimax3_u32(__vimax3_u32(low, m[6], m[7]), high, 0);
+}
+
 // x rotated: four times the orthonormal rotation, whose quarter the tensor's scale takes back.
 // Returns the largest magnitude's bits, NaN's if any is. That of a + b and a - b, rounded, is |a| +
 // |b|, rounded: half the work on half as many numbers.
 __device__ inline uint32_t rotate(float (&x)[kGroup]) {
   rotate_stages<kGroup / 2>(x);
-  float m = 0.f;
+  uint32_t m[kGroup / 2];
 #pragma unroll
   for (int i = 0; i < kGroup / 2; ++i) {
     const float a = x[i], b = x[i + kGroup / 2];
-    m = max_abs_nan(m, __fadd_rn(fabsf(a), fabsf(b)));
+    m[i] = __float_as_uint(__fadd_rn(fabsf(a), fabsf(b)));
     x[i] = __fadd_rn(a, b);
     x[i + kGroup / 2] = __fadd_rn(a, -b);
   }
-  return magnitude_bits(m);
+  return largest_of(m);
 }
 
 __device__ inline uint32_t group_amax(const float (&x)[kGroup]) {
@@ -179,199 +185,6 @@ __device__ inline float multiplier_of(uint32_t code, const SideScale& s, bool mx
     return __uint_as_float((254 - (rel + s.top_exponent - 8)) << 23);
   }
   return fminf(__fdiv_rn(1.f, __fmul_rn(value, s.inverse)), kFltMax);
-}
-
-// Products of two pairs of bf16, rounded to bf16; subnormal ones are kept.
-__device__ inline uint32_t multiply_bf16(uint32_t a, uint32_t b) {
-#ifdef __CUDA_ARCH__
-  __nv_bfloat162 x, y;
-  memcpy(&x, &a, sizeof x), memcpy(&y, &b, sizeof y);
-  x = __hmul2(x, y);
-  memcpy(&a, &x, sizeof a);
-  return a;
-#else
-  return pack_bf16(__uint_as_float(a << 16) * __uint_as_float(b << 16),
-                   __uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u));
-#endif
-}
-
-// Two values' upper halves: bf16, cut off.
-__device__ inline uint32_t upper_halves(float low, float high) {
-  return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
-}
-
-constexpr uint32_t kSigns = 0x80008000u;  // of two bf16
-
-// |v| rounded to the grid of E2M1, as the fp32 sum |v| + c: c's last place is the grid's spacing at
-// v. The sum's low bits count steps of that spacing, its exponent the spacing: bits + (bits >> 22)
-// has the code in its low bits, less what the even `extra` steps more in c make of them.
-struct OnGrid {
-  float c, sum;
-  __device__ OnGrid(float v, int extra) {
-    const int exponent = static_cast<int>(__float_as_uint(v) & kInfBits);
-    const int to = (22 << 23) + extra;
-    c = __uint_as_float(static_cast<uint32_t>(max(exponent + to, (127 << 23) + to)));
-    sum = __fadd_rn(v, c);
-  }
-  __device__ float value() const { return __fadd_rn(sum, -c); }
-};
-
-// The same of two values whose bf16 `near` need only be near: at an exponent's end both grids round
-// to that end. The second c has the first one above its last places, a multiple of 128 steps, which
-// leaves ties and the code's bits alone and saves to take the two apart; both sums fold together:
-// 298 (twice the exponent of 2^22) and 16 times that, plus 54 steps, is 0 in a byte.
-struct PairOnGrid {
-  float c[2], sum[2];
-  __device__ PairOnGrid(float v0, float v1, uint32_t near) {
-    const uint32_t both = __viaddmax_u16x2(near & 0x7f807f80u, 0x0b000b00u, 0x4a804a80u);
-    c[0] = __uint_as_float(both * 65536u + 54u), c[1] = __uint_as_float(both);
-    sum[0] = __fadd_rn(fabsf(v0), c[0]), sum[1] = __fadd_rn(fabsf(v1), c[1]);
-  }
-  // The first in the low nibble of the low byte, without signs.
-  __device__ uint32_t codes() const {
-    const uint32_t bits = __float_as_uint(sum[0]) + 16 * __float_as_uint(sum[1]);
-    return bits + (bits >> 22);
-  }
-  // As magnitudes in bf16.
-  __device__ uint32_t values() const {
-    return upper_halves(__fadd_rn(sum[0], -c[0]), __fadd_rn(sum[1], -c[1]));
-  }
-};
-
-// The signs of two bf16 to bits 3 and 7, and what does not matter above the low byte: shifts by 12
-// and by 24 in one multiplication.
-__device__ inline uint32_t sign_codes(uint32_t pair) {
-  return __umulhi(pair & kSigns, 0x00100100u);
-}
-
-// Low bytes of eight words, in order.
-__device__ inline uint2 low_bytes(const uint32_t (&w)[8]) {
-  return make_uint2(
-      __byte_perm(__byte_perm(w[0], w[1], 0x40), __byte_perm(w[2], w[3], 0x40), 0x5410),
-      __byte_perm(__byte_perm(w[4], w[5], 0x40), __byte_perm(w[6], w[7], 0x40), 0x5410));
-}
-
-// What a group's scale byte makes of its values: what they are multiplied by, and the block's scale
-// as two bf16.
-struct Factors {
-  float multiplier;
-  uint32_t scale;
-};
-
-// Nearest, ties to even. Values are at most 6.5 times 1 / multiplier, or tame() has seen to it.
-// With kWords `w` has the values, or what is near them, as bf16.
-template <bool kWords>
-__device__ inline PairOnGrid nearest(const float* x, uint32_t w, float multiplier,
-                                     uint32_t& signs) {
-  const float v0 = __fmul_rn(x[0], multiplier), v1 = __fmul_rn(x[1], multiplier);
-  const uint32_t bits = __float_as_uint(multiplier);
-  signs = kWords ? multiply_bf16(w, __byte_perm(bits, bits, 0x3232)) : upper_halves(v0, v1);
-  return PairOnGrid(v0, v1, signs);
-}
-
-template <bool kWords>
-__device__ inline uint2 nearest_codes(const float (&x)[kGroup], const uint32_t (&w)[8],
-                                      float multiplier) {
-  uint32_t codes[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    uint32_t signs;
-    const PairOnGrid pair = nearest<kWords>(x + 2 * i, w[i], multiplier, signs);
-    codes[i] = pair.codes() + sign_codes(signs);
-  }
-  return low_bytes(codes);
-}
-
-// Codes times their block's scale are exact in bf16.
-template <bool kWords>
-__device__ inline void nearest_operand(const float (&x)[kGroup], const uint32_t (&w)[8],
-                                       const Factors& factors, uint32_t (&out)[8]) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    uint32_t signs;
-    const PairOnGrid pair = nearest<kWords>(x + 2 * i, w[i], factors.multiplier, signs);
-    out[i] = multiply_bf16(pair.values() | (signs & kSigns), factors.scale);
-  }
-}
-
-// What makes the scale bytes of special blocks need no care afterwards. Zero and NaN: all codes are
-// 0. A subnormal one's multiplier may take values far beyond 6; what becomes 6 stays so.
-__device__ inline bool special(uint32_t scale) { return scale - 8u >= kNanScale - 8u; }
-__device__ inline void tame(float (&x)[kGroup], uint32_t scale, float multiplier, bool mx) {
-  const bool none = scale == 0 || scale == kNanScale;
-  // mx: multipliers are exact
-  const float most = none ? 0.f : mx ? kFltMax : __fdiv_rn(6.f, multiplier);
-  // takes the sign off a zero, or leaves all as it is; without branches x stays in its registers
-  const float zero = none ? 0.f : -0.f;
-#pragma unroll
-  for (int i = 0; i < kGroup; ++i) x[i] = __fadd_rn(fminf(fmaxf(x[i], -most), most), zero);
-}
-
-// The sum of the squared errors of nearest(), in units of codes, in order.
-__device__ inline float squared_error(const float (&x)[kGroup], float multiplier) {
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < kGroup; ++i) {
-    const float v = __fmul_rn(fabsf(x[i]), multiplier);
-    // beyond 6 the grid ends
-    const float e = __fadd_rn(v >= 6.f ? 6.f : OnGrid(v, 0).value(), -v);
-    sum = __fadd_rn(sum, __fmul_rn(e, e));
-  }
-  return sum;
-}
-
-// Up with the probability of the distance to the neighbour below over the gap, in 256ths: the place
-// between codes in 2^-16, plus a random byte and a half in 2^-8, cut off. In each half of the
-// result kBase, of a bf16 from 128 to 248, plus the code.
-template <uint32_t kBase>
-__device__ inline uint32_t stochastic_pair(const float* x, float half, uint32_t random, int byte) {
-  float place[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    // its last place is 2^-16; plus byte / 256 + 1 / 512
-    const uint32_t base = __byte_perm(random, kBase << 16 | 0x80u, 0x7604 | (byte + i) << 4);
-    const float u = __fmul_rn(fabsf(x[i]), half);
-    place[i] = __fmaf_rn(__saturatef(u), 4.f, __uint_as_float(base));
-    place[i] = __fmaf_rn(__saturatef(__fadd_rn(u, -1.f)), 2.f, place[i]);
-    place[i] = __fadd_rn(__saturatef(__fadd_rn(u, -2.f)), place[i]);
-  }
-  return upper_halves(place[0], place[1]);
-}
-
-__device__ inline uint32_t word_of(const uint4& v, int i) {
-  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-}
-
-template <bool kWords>
-__device__ inline uint2 stochastic_codes(const float (&x)[kGroup], const uint32_t (&w)[8],
-                                         float multiplier, const uint4& random) {
-  const float half = .5f * multiplier;
-  uint32_t codes[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    // 0x433c, 16 times that and the 4 in its upper end are 0 in a byte
-    const uint32_t pair =
-        stochastic_pair<0x433c>(x + 2 * i, half, word_of(random, i / 2), i % 2 * 2);
-    const uint32_t signs = kWords ? w[i] : upper_halves(x[2 * i], x[2 * i + 1]);
-    codes[i] = pair + (pair >> 12) + sign_codes(signs);
-  }
-  return low_bytes(codes);
-}
-
-template <bool kWords>
-__device__ inline void stochastic_operand(const float (&x)[kGroup], const uint32_t (&w)[8],
-                                          const Factors& factors, const uint4& random,
-                                          uint32_t (&out)[8]) {
-  const float half = .5f * factors.multiplier;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint32_t pair =
-        stochastic_pair<0x4300>(x + 2 * i, half, word_of(random, i / 2), i % 2 * 2);
-    // exponent and mantissa of E2M1 where bf16 has its lowest: times 2^126 its value
-    const uint32_t value = multiply_bf16(pair * 64u & 0x01c001c0u, 0x7e807e80u);
-    const uint32_t signs = kWords ? w[i] : upper_halves(x[2 * i], x[2 * i + 1]);
-    out[i] = multiply_bf16(value | (signs & kSigns), factors.scale);
-  }
 }
 
 }  // namespace narrowfloat

@@ -21,13 +21,18 @@ struct MeasureShape {
   int64_t slices;
 };
 
-// As many blocks as the device holds, each a strip of columns and a slice of the bands of rows.
+// As many blocks as the device holds. Where columns are summed each has a strip of them and a slice
+// of the bands of rows, which leaves some of the device's places empty.
 MeasureShape measure_shape(const Fp4Job& job, int device) {
   const int64_t resident = int64_t{device_of(device).multiprocessors} * kFp4MeasureBlocksPerSm;
   const int64_t strip = 32 * fp4_lane_columns(job.type);
   const int64_t strips = std::clamp<int64_t>(ceil_div(job.cols, strip), 1, resident);
-  const int64_t slices =
-      std::clamp<int64_t>(resident / strips, 1, std::max<int64_t>(ceil_div(job.rows, kFp4Band), 1));
+  const int64_t bands = std::max<int64_t>(ceil_div(job.rows, kFp4Band), 1);
+  if (!job.column_sums) {
+    const int64_t units = std::max<int64_t>(ceil_div(job.cols, strip), 1) * bands;
+    return {static_cast<int>(std::min(units, resident)), 1};
+  }
+  const int64_t slices = std::clamp<int64_t>(resident / strips, 1, bands);
   return {static_cast<int>(strips * slices), slices};
 }
 
@@ -66,6 +71,10 @@ bool aligned(const Fp4Job& job, int64_t bytes) {
 int64_t fp4_scratch_bytes(const Fp4Job& job, int device) { return partials_of(job, device).bytes; }
 
 void fp4_quantize(const Fp4Job& job, void* scratch, int device, cudaStream_t stream) {
+  // places in a row of bf16 are 32 bits, in bytes
+  constexpr int64_t kMost = (int64_t{1} << 31) - 1024;
+  NF_CHECK(job.rows <= kMost && job.cols <= kMost, "fp4: expected at most ", kMost,
+           " rows and columns, got ", job.rows, " x ", job.cols);
   const Partials partials = partials_of(job, device);
   auto* words = static_cast<uint32_t*>(scratch);
   const int blocks = partials.shape.blocks;
@@ -88,14 +97,17 @@ void fp4_quantize(const Fp4Job& job, void* scratch, int device, cudaStream_t str
   params.sum_count = measure.slices;
   params.aligned = aligned(job, 16);
   // the kernel counts tiles in 32 bits: those of 2^32 tiles have 8 TiB of codes at least
-  params.col_tiles = ceil_div(job.cols, kFp4Tile);
-  params.tiles = ceil_div(job.rows, kFp4Tile) * params.col_tiles;
-  params.padded[0] = padded(job.rows), params.padded[1] = padded(job.cols);
-  params.groups[0] = fp4_padded(job.cols) / kGroup;
-  params.groups[1] = fp4_padded(job.rows) / kGroup;
-  params.numbers[0] = ceil_div(job.cols, kGroup), params.numbers[1] = ceil_div(job.rows, kGroup);
-  params.chunks[0] = ceil_div(job.cols, kGroup * kScaleGroups);
-  params.chunks[1] = ceil_div(job.rows, kGroup * kScaleGroups);
+  const int64_t across = ceil_div(job.cols, kFp4Tile);
+  params.col_tiles = static_cast<int>(across);
+  params.tiles = ceil_div(job.rows, kFp4Tile) * across;
+  const int64_t sizes[2] = {job.rows, job.cols};
+  for (int k = 0; k < 2; ++k) {
+    const int64_t contracted = sizes[1 - k];
+    params.padded[k] = static_cast<int>(padded(sizes[k]));
+    params.groups[k] = static_cast<int>(fp4_padded(contracted) / kGroup);
+    params.numbers[k] = static_cast<int>(ceil_div(contracted, kGroup));
+    params.chunks[k] = static_cast<int>(ceil_div(contracted, kGroup * kScaleGroups));
+  }
   if (apart) {
     Fp4MeasureParams rotated = measure;
     rotated.amax[0] = words + 2 * blocks;

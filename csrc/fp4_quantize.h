@@ -10,6 +10,7 @@ constexpr int64_t kGroup = 16;   // elements that share a scale byte, along the 
 constexpr int64_t kFp4Pad = 32;  // contracted sizes are padded to this with zeros
 constexpr int64_t kScaleRows = 128, kScaleGroups = 4;  // a tile of scale bytes
 constexpr int64_t kScaleTileBytes = kScaleRows * kScaleGroups;
+constexpr int kFp4Scales = 4;  // of a call
 // Bit i: element i of a group changes its sign before the Hadamard matrix; formats.py has the same.
 constexpr uint32_t kRotationSigns = 0xB274;
 
@@ -45,6 +46,7 @@ struct Fp4Job {
   bool two_d;  // blocks of 16 x 16
   Fp4Side side[2];
   const int64_t* seed;  // [2] on the device; needed where a side is stochastic
+  float* scales;        // [kFp4Scales] or null: 0 is written where no tensor_scale is
   void* column_sums;    // [cols], sum over the rows of x, or null
   Real sums_type;
 };

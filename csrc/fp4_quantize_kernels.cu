@@ -2,8 +2,8 @@
 #include "check.h"
 #include "fp4_block_scales.cuh"
 #include "fp4_kernels.h"
-#include "fp4_numerics.cuh"
 #include "fp4_random.cuh"
+#include "fp4_sides.cuh"
 #include "fp4_tile.cuh"
 #include "kernels.cuh"
 
@@ -23,6 +23,14 @@ __device__ inline void prepare(const Fp4QuantizeParams& p, Shared& s) {
     s.block[threadIdx.x / 64][threadIdx.x % 64] = 0;
   }
   wait_for_launch_before();
+  if (p.job.scales && blockIdx.x == 0 && threadIdx.x < kFp4Scales) {
+    float* const at = p.job.scales + threadIdx.x;
+    bool taken = false;
+    for (const Fp4Side& side : p.job.side) {
+      taken |= side.form != Fp4Form::none && side.tensor_scale == at;
+    }
+    if (!taken) *at = 0.f;
+  }
   if (p.job.seed && threadIdx.x < kPhiloxKeys) {
     s.keys[threadIdx.x] = philox_keys(p.job.seed, threadIdx.x);
     if (threadIdx.x < 2) s.stream[threadIdx.x] = random_stream(p.job.seed, threadIdx.x);
@@ -55,247 +63,6 @@ __device__ inline void prepare(const Fp4QuantizeParams& p, Shared& s) {
   __syncthreads();
 }
 
-// How a side is quantized: what is the same for a launch, and where it decides what a group costs,
-// is known when it is compiled.
-template <int kSide_, Fp4Form kForm_, bool kStochastic_, bool kRotated_, Choice kChoice_>
-struct Way {
-  static constexpr int kSide = kSide_;
-  static constexpr Fp4Form kForm = kForm_;
-  static constexpr bool kStochastic = kStochastic_, kRotated = kRotated_;
-  static constexpr Choice kChoice = kChoice_;
-  // neighbours lie in a word, unchanged
-  static constexpr bool kWords = kSide == 0 && !kRotated;
-};
-
-// A group with its scale byte known: its codes or its operand to `to`. `group` numbers it for the
-// random bits.
-template <typename W>
-__device__ inline void write_group(const Fp4QuantizeParams& p, const Shared& s, uint32_t scale,
-                                   float (&x)[kGroup], uint32_t (&w)[8], uint4* to,
-                                   uint64_t group) {
-  const Factors factors = s.factors[W::kSide][scale];
-  constexpr bool kPacked = W::kForm == Fp4Form::packed;
-  if (special(scale)) {
-    if (!kPacked && scale == kNanScale) {
-      to[0] = to[1] = make_uint4(0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u);
-      return;
-    }
-    tame(x, scale, factors.multiplier, p.job.mx);
-    if constexpr (W::kWords) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) w[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
-    }
-  }
-  uint4 random;
-  if constexpr (W::kStochastic) random = random_bytes(s.keys, s.stream[W::kSide], group);
-  if constexpr (kPacked) {
-    uint2 codes;
-    if constexpr (W::kStochastic) {
-      codes = stochastic_codes<W::kWords>(x, w, factors.multiplier, random);
-    } else {
-      codes = nearest_codes<W::kWords>(x, w, factors.multiplier);
-    }
-    *reinterpret_cast<uint2*>(to) = codes;
-  } else {
-    uint32_t out[8];
-    if constexpr (W::kStochastic) {
-      stochastic_operand<W::kWords>(x, w, factors, random, out);
-    } else {
-      nearest_operand<W::kWords>(x, w, factors, out);
-    }
-    to[0] = make_uint4(out[0], out[1], out[2], out[3]);
-    to[1] = make_uint4(out[4], out[5], out[6], out[7]);
-  }
-}
-
-// Where a side's group `at`, counted from its beginning, is written.
-template <typename W>
-__device__ inline uint4* place_of(const Fp4Side& side, int64_t at) {
-  if constexpr (W::kForm == Fp4Form::packed) {
-    return reinterpret_cast<uint4*>(side.codes + at * (kGroup / 2));
-  } else {
-    return static_cast<uint4*>(side.operand) + at * 2;
-  }
-}
-// Bytes of a group there.
-template <typename W>
-constexpr int64_t kGroupBytes = W::kForm == Fp4Form::packed ? kGroup / 2 : kGroup * 2;
-
-__device__ inline uint4* beyond(uint4* p, int64_t bytes) {
-  return reinterpret_cast<uint4*>(reinterpret_cast<unsigned char*>(p) + bytes);
-}
-
-// Where in a tile: what is the same for its threads is added apart.
-__device__ inline int64_t wide(int row, int64_t groups, int group) {
-  return static_cast<int64_t>(static_cast<uint64_t>(row) * static_cast<uint32_t>(groups) + group);
-}
-
-// What of a tile from `first` on is inside.
-__device__ inline int inside(int64_t size, int64_t first) {
-  return static_cast<int>(min(size - first, static_cast<int64_t>(kFp4Tile)));
-}
-
-// A tile's rows: a thread a group of a row.
-template <typename W>
-__device__ inline void quantize_rows(const Fp4QuantizeParams& p, Shared& s, int now, int64_t r0,
-                                     int64_t c0) {
-  const int group = threadIdx.x % kTileGroups;
-  int row = threadIdx.x / kTileGroups;
-  uint4* to = beyond(place_of<W>(p.job.side[0], r0 * p.groups[0] + c0 / kGroup),
-                     wide(row, p.groups[0], group) * kGroupBytes<W>);
-  const int64_t step = kRowsAtOnce * p.groups[0] * kGroupBytes<W>;
-  uint64_t number = 0;
-  if constexpr (W::kStochastic) {
-    number = r0 * p.numbers[0] + c0 / kGroup + wide(row, p.numbers[0], group);
-  }
-  const int rows = c0 / kGroup + group < p.groups[0] ? inside(p.padded[0], r0) : 0;
-  [[maybe_unused]] const int real_rows = inside(p.job.rows, r0);
-  const float to_six = s.side[0].to_six;
-  auto* staged = reinterpret_cast<uint8_t*>(s.scales[0]) + scale_byte(row, group);
-  const uint32_t* from = s.tile[now] + tile_word(row, 0);
-  const int first = tile_word(0, 2 * group), second = tile_word(0, 2 * group + 1);
-#pragma unroll 1
-  for (int i = 0; i < kRowSteps; ++i) {
-    const uint4 a = *reinterpret_cast<const uint4*>(from + first);
-    const uint4 b = *reinterpret_cast<const uint4*>(from + second);
-    uint32_t w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-    float x[kGroup];
-    unpack16(w, x);
-    uint32_t amax = 0;
-    if constexpr (W::kRotated) {
-      amax = rotate(x);
-    } else if constexpr (W::kChoice != Choice::block) {
-      amax = packed_amax(w);
-    }
-    uint32_t scale;
-    if constexpr (W::kChoice == Choice::block) {  // beyond the last row of a ragged block: none
-      scale = row < real_rows ? s.block[now][row / kGroup * kTileGroups + group] : 0;
-    } else {
-      scale = choose_scale<W>(p, s, to_six, amax, x, 1);
-    }
-    if constexpr (W::kForm == Fp4Form::packed) {
-      *staged = scale;
-      staged += scale_byte(kRowsAtOnce, 0);
-    }
-    if (row < rows) write_group<W>(p, s, scale, x, w, to, number);
-    row += kRowsAtOnce;
-    from += kRowsAtOnce * (kFp4Tile / 2) + kRowsAtOnce / kGroup * 4;
-    to = beyond(to, step);
-    if constexpr (W::kStochastic) number += kRowsAtOnce * p.numbers[0];
-  }
-}
-
-// A tile's columns: a thread the same group of two neighbouring ones.
-template <typename W>
-__device__ inline void quantize_columns(const Fp4QuantizeParams& p, Shared& s, int now, int64_t r0,
-                                        int64_t c0) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4;
-  const int columns = r0 / kGroup + group < p.groups[1] ? inside(p.padded[1], c0) : 0;
-  [[maybe_unused]] const int real_columns = inside(p.job.cols, c0);
-  const float to_six = s.side[1].to_six;
-  int column = 2 * (warp * 4 + lane % 4);
-  uint4* to = beyond(place_of<W>(p.job.side[1], c0 * p.groups[1] + r0 / kGroup),
-                     wide(column, p.groups[1], group) * kGroupBytes<W>);
-  const int64_t step = p.groups[1] * kGroupBytes<W>;
-  uint64_t number = 0;
-  if constexpr (W::kStochastic) {
-    number = c0 * p.numbers[1] + r0 / kGroup + wide(column, p.numbers[1], group);
-  }
-  auto* staged = reinterpret_cast<uint8_t*>(s.scales[1]) + scale_byte(column, group);
-  const uint32_t* from = s.tile[now] + tile_word(group * kGroup, warp) + lane % 4;
-  constexpr int kFurther = kFp4Tile / 2;  // columns of the second step
-#pragma unroll 1
-  for (int i = 0; i < 2; ++i) {
-    uint32_t words[kGroup];
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j) words[j] = from[j * (kFp4Tile / 2)];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float x[kGroup];
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j) {
-        x[j] = __uint_as_float(half ? words[j] & 0xffff0000u : words[j] << 16);
-      }
-      uint32_t amax = 0;
-      if constexpr (W::kRotated) {
-        amax = rotate(x);
-      } else if constexpr (W::kChoice != Choice::block) {
-        amax = group_amax(x);
-      }
-      uint32_t scale;
-      if constexpr (W::kChoice == Choice::block) {
-        scale = column < real_columns ? s.block[now][group * kTileGroups + column / kGroup] : 0;
-      } else {
-        scale = choose_scale<W>(p, s, to_six, amax, x, 4);
-      }
-      if constexpr (W::kForm == Fp4Form::packed) {
-        *staged = scale;
-        staged += scale_byte(1, 0);  // an even column's neighbour is in its 32 rows
-      }
-      uint32_t none[8];  // neighbours are not in one word
-      if (column < columns) write_group<W>(p, s, scale, x, none, to, number);
-      ++column;
-      to = beyond(to, step);
-      if constexpr (W::kStochastic) number += p.numbers[1];
-    }
-    column += kFurther - 2;
-    to = beyond(to, (kFurther - 2) * step);
-    if constexpr (W::kStochastic) number += (kFurther - 2) * p.numbers[1];
-    staged += scale_byte(kFurther, 0) - scale_byte(2, 0);
-    from += tile_word(0, kFurther / 8 + warp) - tile_word(0, warp);
-  }
-}
-
-template <int kSide, Fp4Form kForm, bool kStochastic, bool kRotated, Choice kChoice>
-__device__ inline void quantize(const Fp4QuantizeParams& p, Shared& s, int now, int64_t r0,
-                                int64_t c0) {
-  using W = Way<kSide, kForm, kStochastic, kRotated, kChoice>;
-  if constexpr (kSide == 0) {
-    quantize_rows<W>(p, s, now, r0, c0);
-  } else {
-    quantize_columns<W>(p, s, now, r0, c0);
-  }
-}
-
-// A side of a tile the way that its flags say: of the loops in here a launch runs one, so the
-// others cost neither time nor room in the instruction cache.
-template <int kSide, Fp4Form kForm, bool kTwoD>
-__device__ inline void quantize_form(const Fp4QuantizeParams& p, Shared& s, int now, int64_t r0,
-                                     int64_t c0) {
-  const Fp4Side& side = p.job.side[kSide];
-  if constexpr (kTwoD) {  // never rotated
-    if (side.stochastic) {
-      quantize<kSide, kForm, true, false, Choice::block>(p, s, now, r0, c0);
-    } else {
-      quantize<kSide, kForm, false, false, Choice::block>(p, s, now, r0, c0);
-    }
-  } else if (side.four_over_six) {  // never stochastic
-    if (side.rotated) {
-      quantize<kSide, kForm, false, true, Choice::six_or_four>(p, s, now, r0, c0);
-    } else {
-      quantize<kSide, kForm, false, false, Choice::six_or_four>(p, s, now, r0, c0);
-    }
-  } else if (side.stochastic) {
-    if (side.rotated) {
-      quantize<kSide, kForm, true, true, Choice::group>(p, s, now, r0, c0);
-    } else {
-      quantize<kSide, kForm, true, false, Choice::group>(p, s, now, r0, c0);
-    }
-  } else if (side.rotated) {
-    quantize<kSide, kForm, false, true, Choice::group>(p, s, now, r0, c0);
-  } else {
-    quantize<kSide, kForm, false, false, Choice::group>(p, s, now, r0, c0);
-  }
-}
-
-template <int kSide, bool kTwoD>
-__device__ inline void quantize_side(const Fp4QuantizeParams& p, Shared& s, int now, int64_t r0,
-                                     int64_t c0) {
-  const Fp4Form form = p.job.side[kSide].form;
-  if (form == Fp4Form::packed) quantize_form<kSide, Fp4Form::packed, kTwoD>(p, s, now, r0, c0);
-  if (form == Fp4Form::operand) quantize_form<kSide, Fp4Form::operand, kTwoD>(p, s, now, r0, c0);
-}
-
 __device__ inline void write_column_sums(const Fp4QuantizeParams& p) {
   if (p.job.column_sums == nullptr) return;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kFp4Threads;
@@ -307,8 +74,24 @@ __device__ inline void write_column_sums(const Fp4QuantizeParams& p) {
   }
 }
 
-struct Position {  // of a tile, in tiles
-  uint32_t row, column;
+// A block's tiles, every gridDim.x'th, the last one first: that is what measuring has read last.
+struct Tiles {
+  Spot at;  // none: at.row < 0
+  int across, step_rows, step_columns;
+
+  __device__ explicit Tiles(const Fp4QuantizeParams& p) : at{-1, 0}, across(max(p.col_tiles, 1)) {
+    step_rows = gridDim.x / across, step_columns = gridDim.x % across;
+    const int64_t first = p.tiles - 1 - blockIdx.x;
+    if (first >= 0) {
+      at.row = static_cast<int>(first / across);
+      at.column = static_cast<int>(first - int64_t{at.row} * across);
+    }
+  }
+  __device__ bool any() const { return at.row >= 0; }
+  __device__ void advance() {
+    at.row -= step_rows, at.column -= step_columns;
+    if (at.column < 0) at.column += across, --at.row;
+  }
 };
 
 template <bool kTwoD>
@@ -317,39 +100,33 @@ __global__ void __launch_bounds__(kFp4Threads, kFp4BlocksPerSm)
   extern __shared__ __align__(16) unsigned char launch_shared[];
   Shared& s = *reinterpret_cast<Shared*>(launch_shared);
   const Fp4Job& job = p.job;
-  const auto tiles = static_cast<uint32_t>(p.tiles);
-  const auto across = static_cast<uint32_t>(p.col_tiles);
-  const auto load = [&](uint32_t t, int to) {
-    Position at{};
-    if (t < tiles) {
-      at = {t / across, t % across};
-      load_tile(job, p.aligned, int64_t{at.row} * kFp4Tile, int64_t{at.column} * kFp4Tile,
-                s.tile[to]);
-    }
+  const Loader loader(p);
+  const auto load = [&](const Tiles& tiles, int to) {
+    if (tiles.any()) loader.load(p, tiles.at, s.tile[to]);
     __pipeline_commit();
-    return at;
   };
-  Position next = load(blockIdx.x, 0);  // x was there before it was measured
+  Tiles tiles(p);
+  load(tiles, 0);  // x was there before it was measured
   prepare(p, s);
   int now = 0;
-  for (uint32_t t = blockIdx.x; t < tiles; t += gridDim.x, now ^= 1) {
-    const Position at = next;
-    const int64_t r0 = int64_t{at.row} * kFp4Tile, c0 = int64_t{at.column} * kFp4Tile;
-    next = load(t + gridDim.x, now ^ 1);
-    __pipeline_wait_prior(1);
-    __syncthreads();
+  Spot at{-1, 0};
+  for (; tiles.any(); now ^= 1) {
+    __pipeline_wait_prior(0);
+    __syncthreads();  // this tile has come, and the one before is done with
+    if (at.row >= 0) write_scales(p, s, now ^ 1, at);
+    at = tiles.at;
+    tiles.advance();
+    load(tiles, now ^ 1);
     if constexpr (kTwoD) choose_block_scales(p, s, now);
-    quantize_side<0, kTwoD>(p, s, now, r0, c0);
-    quantize_side<1, kTwoD>(p, s, now, r0, c0);
+    quantize_side<1, kTwoD>(p, s, now, at);
+    if (job.side[0].form == Fp4Form::operand && job.side[1].form != Fp4Form::none) {
+      __syncthreads();  // rows are put where the tile is
+    }
+    quantize_side<0, kTwoD>(p, s, now, at);
     if (kTwoD && threadIdx.x < kTileGroups * kTileGroups) s.block[now ^ 1][threadIdx.x] = 0;
-    __syncthreads();
-    if (job.side[0].form == Fp4Form::packed) {
-      write_scales(s.scales[0], job.side[0].scales, at.row, at.column, p.chunks[0]);
-    }
-    if (job.side[1].form == Fp4Form::packed) {
-      write_scales(s.scales[1], job.side[1].scales, at.column, at.row, p.chunks[1]);
-    }
   }
+  __syncthreads();
+  if (at.row >= 0) write_scales(p, s, now ^ 1, at);
   write_column_sums(p);
 }
 

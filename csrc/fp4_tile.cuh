@@ -5,8 +5,8 @@
 #include <cuda_pipeline_primitives.h>
 
 #include "fp4_kernels.h"
-#include "fp4_numerics.cuh"
 #include "fp4_random.cuh"
+#include "fp4_rounding.cuh"
 
 namespace narrowfloat {
 
@@ -31,10 +31,10 @@ __device__ inline int scale_byte(int row, int group) {
 struct Shared {
   uint32_t tile[2][kTileWords];  // this one and the next, which is on its way
   Factors factors[2][kCodes];
+  uint4 scales[2][2][kFp4Tile * kTileGroups / 16];  // of two tiles' sides: bytes, see scale_byte()
   uint4 keys[kPhiloxKeys];
   uint2 stream[2];  // of random bytes, of each side
   SideScale side[2];
-  uint32_t scales[2][kFp4Tile * kTileGroups / 4];  // bytes, as scale_byte() has them
   uint32_t
       block[2][kTileGroups * kTileGroups];  // 16 x 16: amax, then scale; this tile's and the next's
   float error[2][kFp4Tile * kTileGroups];   // last: only four over six with 16 x 16 has it
@@ -55,15 +55,41 @@ __device__ inline void load16(const Fp4Job& job, int64_t r, int64_t c, uint32_t 
   }
 }
 
+// A tile's place, in tiles.
+struct Spot {
+  int row, column;
+};
+
 // Brings a tile from bf16, fp16 or fp32, as bf16, to shared memory; zeros outside. What is not the
 // usual way is kept small: a tile's code has to fit into the instruction cache.
-__device__ __noinline__ void load_slowly(const Fp4Job& job, bool aligned, int64_t r0, int64_t c0,
-                                         uint32_t* tile) {
-  const int group = threadIdx.x % kTileGroups;
-  const int64_t c = c0 + group * kGroup;
+__device__ __noinline__ void load_slowly(const Fp4Job& job, bool aligned, Spot at, uint32_t* tile) {
+  const int group = threadIdx.x % kTileGroups, first_row = threadIdx.x / kTileGroups;
+  const int64_t r0 = int64_t{at.row} * kFp4Tile, c = int64_t{at.column} * kFp4Tile + group * kGroup;
+  if (aligned && job.type == Real::bf16) {  // a tile at the edge
+    uint4 q[kRowSteps][2];
+#pragma unroll
+    for (int i = 0; i < kRowSteps; ++i) {
+      const int64_t r = r0 + first_row + i * kRowsAtOnce;
+      const auto* p = reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(job.x) +
+                                                     r * job.row_stride + c);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        q[i][k] = r < job.rows && c + 8 * k < job.cols ? p[k] : make_uint4(0, 0, 0, 0);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRowSteps; ++i) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int to = tile_word(first_row + i * kRowsAtOnce, 2 * group + k);
+        *reinterpret_cast<uint4*>(tile + to) = q[i][k];
+      }
+    }
+    return;
+  }
 #pragma unroll 1
   for (int i = 0; i < kRowSteps; ++i) {
-    const int row = threadIdx.x / kTileGroups + i * kRowsAtOnce;
+    const int row = first_row + i * kRowsAtOnce;
     const int64_t r = r0 + row;
     uint32_t w[8];
     if (aligned && job.type == Real::f32) {
@@ -85,41 +111,41 @@ __device__ __noinline__ void load_slowly(const Fp4Job& job, bool aligned, int64_
   }
 }
 
-// Starts to. A tile of aligned bf16 that is wholly inside is copied without looking at bounds.
-__device__ inline void load_tile(const Fp4Job& job, bool aligned, int64_t r0, int64_t c0,
-                                 uint32_t* tile) {
-  if (!aligned || job.type != Real::bf16) {
-    load_slowly(job, aligned, r0, c0, tile);
-    return;
+// How tiles come: of aligned bf16 those that are wholly inside, the usual ones, are copied without
+// looking at bounds, and what is the same for all of them is here.
+struct Loader {
+  const __nv_bfloat16* from;  // what a thread copies first of the first tile
+  int to[2];                  // the words where its two runs of 16 bytes go
+  Spot whole;                 // tiles wholly inside, each way
+
+  __device__ explicit Loader(const Fp4QuantizeParams& p) : whole{0, 0} {
+    const Fp4Job& job = p.job;
+    const int row = threadIdx.x / kTileGroups, group = threadIdx.x % kTileGroups;
+    from = static_cast<const __nv_bfloat16*>(job.x) + row * job.row_stride + group * kGroup;
+    to[0] = tile_word(row, 2 * group), to[1] = tile_word(row, 2 * group + 1);
+    if (p.aligned && job.type == Real::bf16) {
+      whole = {static_cast<int>(job.rows / kFp4Tile), static_cast<int>(job.cols / kFp4Tile)};
+    }
   }
-  const int row = threadIdx.x / kTileGroups, group = threadIdx.x % kTileGroups;
-  const auto* from =
-      static_cast<const __nv_bfloat16*>(job.x) + (r0 + row) * job.row_stride + c0 + group * kGroup;
-  uint32_t* const to[2] = {tile + tile_word(row, 2 * group), tile + tile_word(row, 2 * group + 1)};
-  // kRowsAtOnce rows further every group's words lie as far on
-  constexpr int kFurther = kRowsAtOnce * (kFp4Tile / 2) + kRowsAtOnce / kGroup * 4;
-  static_assert(kRowsAtOnce % kGroup == 0);
-  const int64_t step = kRowsAtOnce * job.row_stride;
-  if (r0 + kFp4Tile <= job.rows && c0 + kFp4Tile <= job.cols) {
+
+  // Starts to.
+  __device__ void load(const Fp4QuantizeParams& p, Spot at, uint32_t* tile) const {
+    if (at.row >= whole.row || at.column >= whole.column) {
+      load_slowly(p.job, p.aligned, at, tile);
+      return;
+    }
+    // kRowsAtOnce rows further every group's words lie as far on
+    constexpr int kFurther = kRowsAtOnce * (kFp4Tile / 2) + kRowsAtOnce / kGroup * 4;
+    static_assert(kRowsAtOnce % kGroup == 0);
+    const int64_t step = kRowsAtOnce * p.job.row_stride;
+    const __nv_bfloat16* x = from + (at.row * (kRowSteps * step) + at.column * kFp4Tile);
 #pragma unroll
-    for (int i = 0; i < kRowSteps; ++i, from += step) {
-      __pipeline_memcpy_async(to[0] + i * kFurther, from, 16);
-      __pipeline_memcpy_async(to[1] + i * kFurther, from + 8, 16);
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int i = 0; i < kRowSteps; ++i, from += step) {
-#pragma unroll 1
-    for (int k = 0; k < 2; ++k) {
-      const bool inside =
-          r0 + row + i * kRowsAtOnce < job.rows && c0 + group * kGroup + 8 * k < job.cols;
-      __pipeline_memcpy_async(to[k] + i * kFurther,
-                              inside ? static_cast<const void*>(from + 8 * k) : job.x, 16,
-                              inside ? 0 : 16);
+    for (int i = 0; i < kRowSteps; ++i, x += step) {
+      __pipeline_memcpy_async(tile + to[0] + i * kFurther, x, 16);
+      __pipeline_memcpy_async(tile + to[1] + i * kFurther, x + 8, 16);
     }
   }
-}
+};
 
 __device__ inline void take16(const uint32_t* tile, int row, int group, uint32_t (&w)[8]) {
   const uint4 a = *reinterpret_cast<const uint4*>(tile + tile_word(row, 2 * group));
@@ -134,14 +160,18 @@ __device__ inline void take16(const uint32_t* tile, int row, int group, float (&
   unpack16(w, x);
 }
 
-// The staged scale bytes of a tile, the `row`th and `column`th of its side.
-__device__ inline void write_scales(const uint32_t* staged, uint8_t* scales, uint32_t row,
-                                    uint32_t column, int64_t chunks) {
-  constexpr int kTileChunks = kTileGroups / kScaleGroups;
-  const int64_t first = int64_t{column} * kTileChunks;
-  if (first + threadIdx.x / kScaleRows >= chunks) return;
-  reinterpret_cast<uint32_t*>(scales + (row * chunks + first) * kScaleTileBytes)[threadIdx.x] =
-      staged[threadIdx.x];
+// The staged scale bytes of a tile: two warps a side.
+__device__ inline void write_scales(const Fp4QuantizeParams& p, const Shared& s, int from,
+                                    Spot at) {
+  constexpr int kThreads = kFp4Tile * kTileGroups / 16, kRun = kScaleTileBytes / 16;
+  const int k = threadIdx.x / kThreads, i = threadIdx.x % kThreads;
+  if (k > 1 || p.job.side[k].form != Fp4Form::packed) return;
+  const int row = k ? at.column : at.row;
+  const int first = (k ? at.row : at.column) * (kTileGroups / kScaleGroups);
+  if (first + i / kRun >= p.chunks[k]) return;
+  auto* to = reinterpret_cast<uint4*>(p.job.side[k].scales) +
+             (static_cast<int64_t>(row) * p.chunks[k] + first) * kRun;
+  to[i] = reinterpret_cast<const uint4*>(s.scales[from][k])[i];
 }
 
 }  // namespace narrowfloat

@@ -50,7 +50,7 @@ def check(library, x: torch.Tensor, choices: FP4Quantize, what: str, sums: bool 
     seed = torch.tensor([0x1234567890ABCDEF, -0x7FEDCBA987654321])
     want = reference_fp4.fp4_quantize(x, seed, choices.pack())
     got = [torch.full_like(t.view(torch.uint8), 0xAB).view(t.dtype) for t in want[:4]]
-    scales, total = torch.zeros(4), torch.full((x.shape[1],), -7.0)
+    scales, total = torch.full((4,), -7.0), torch.full((x.shape[1],), -7.0)
     sides = []
     for k, o in enumerate((choices.rows, choices.columns)):
         form = 0 if not o.wanted else 2 if o.operand else 1

@@ -175,6 +175,7 @@ inline Grid this_grid() { return {}; }
 #define gridDim (cuda_on_cpu::block->grid)
 
 inline void __syncthreads() { cuda_on_cpu::block->sync(); }
+inline void __syncwarp() { cuda_on_cpu::block->exchange(0); }
 inline float __shfl_xor_sync(unsigned, float v, int o) {
   const int lane = threadIdx.x % 32;
   return std::bit_cast<float>(cuda_on_cpu::block->exchange(std::bit_cast<uint32_t>(v))[lane ^ o]);
@@ -192,6 +193,11 @@ inline float __uint_as_float(uint32_t v) { return std::bit_cast<float>(v); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rz(float a, float b) {
+  const double exact = static_cast<double>(a) * b;
+  const float near = static_cast<float>(exact);
+  return std::fabs(near) > std::fabs(exact) ? std::nextafter(near, 0.f) : near;
+}
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __saturatef(float v) { return v >= 1.f ? 1.f : v > 0.f ? v : 0.f; }  // NaN to 0
 inline uint32_t atomicMax(uint32_t* p, uint32_t v) {  // blocks run at once
@@ -203,6 +209,13 @@ inline uint32_t atomicMax(uint32_t* p, uint32_t v) {  // blocks run at once
 }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+}
+inline uint32_t __vimax3_u32(uint32_t a, uint32_t b, uint32_t c) {
+  return std::max(std::max(a, b), c);
+}
+inline int __dp4a(int a, int b, int c) {
+  for (int i = 0; i < 32; i += 8) c += static_cast<int8_t>(a >> i) * static_cast<int8_t>(b >> i);
+  return c;
 }
 // In each half the larger of a + b and c.
 inline uint32_t __viaddmax_u16x2(uint32_t a, uint32_t b, uint32_t c) {
