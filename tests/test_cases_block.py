@@ -588,8 +588,8 @@ def test_o61_o62_o68_streams_graphs_and_no_sync(cuda: str, name: str) -> None:
         y = made(x)
         return (y, *torch.autograd.grad(y, (x, made.weight, made.bias), g))
 
-    # detached: a graph of autograd that is kept has its leaves' streams, which a capture cannot wait
-    # for
+    # detached: a graph of autograd that is kept has its leaves' streams, and a capture cannot wait
+    # for them
     want = [t.detach().clone() for t in step()]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
