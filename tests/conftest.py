@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import pathlib
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -75,6 +76,15 @@ def large_memory(cuda: str) -> Iterator[str]:
         yield cuda
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    """What a test compiled does not count for the next one: Dynamo gives up on a function, here a
+    layer's forward, after eight compilations."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)
