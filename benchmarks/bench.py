@@ -4,6 +4,7 @@ python benchmarks/bench.py quantize linear host memory    # two minutes on an H2
 python benchmarks/bench.py linear --shapes 4096x4096x4096 --compiled --peers
 python benchmarks/bench.py train --train-args "--seeds 0 1"
 python benchmarks/bench.py table                          # README.md from what is committed
+python benchmarks/bench.py picture                        # gap against speed, likewise
 python benchmarks/bench.py quantize gemm linear host memory model --device cpu   # smoke
 """
 
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+import picture
 import record
 import torch
 from measure import Device
@@ -43,7 +45,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog="benchmarks/README.md says how each is measured.",
     )
     add = parser.add_argument
-    known = [*SUBJECTS, "table"]
+    known = [*SUBJECTS, "table", "picture"]
     add("subjects", nargs="*", metavar="|".join(known), help=f"default: {' '.join(DEFAULT)}")
     add("--out", type=pathlib.Path, help="default: benchmarks/results/<gpu>/<date>-<commit>.json")
     add("--seconds", type=float, help="measuring time of each subject, shared by its rows")
@@ -85,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     if "table" in options.subjects:
         write_tables(options.into)
+        return 0
+    if "picture" in options.subjects:
+        print(picture.write(record.BARRED_GPU))
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench: expected a GPU, got none (--device cpu makes a smoke run)")

@@ -16,6 +16,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import bench  # noqa: E402
 import layer  # noqa: E402
 import measure  # noqa: E402
+import picture  # noqa: E402
 import record  # noqa: E402
 from measure import Contender, Device, Kernel  # noqa: E402
 
@@ -381,3 +382,27 @@ def test_a_failure_costs_its_own_row(tmp_path, threads, monkeypatch, capsys):
     assert bench.main(["linear", "--device", "cpu", "--out", str(path)]) == 1
     assert len(json.loads(path.read_text())["rows"]) == 4
     assert "FAILED linear 64x32x48 graph" in capsys.readouterr().err
+
+
+def test_picture_takes_the_newest_of_what_was_trained_and_timed(tmp_path):
+    layer = {**picture.LAYER, **picture.CONDITIONS, "bench": "linear"}
+    trained = {"bench": "train", "seeds": 2, "gap_error_percent": 0.1}
+    older = [
+        {**layer, "recipe": "a", "ratio": 1.5},
+        {**layer, "recipe": "only timed", "ratio": 1.1},
+        {**trained, "recipe": "a", "gap_percent": 2.0},
+        {**trained, "recipe": "only trained", "gap_percent": 2.0},
+        {**trained, "recipe": "bf16", "gap_percent": None},
+    ]
+    newer = [
+        {**layer, "recipe": "a", "ratio": 1.6},
+        {**layer, "recipe": "a", "ratio": 9.0, "bias": True},
+        {**layer, "recipe": "a", "ratio": 9.0, "tokens": 1},
+    ]
+    elsewhere = [{**layer, "recipe": "a", "ratio": 7.0}]
+    found = [("h200", {"rows": older}), ("h200", {"rows": newer}), ("l4", {"rows": elsewhere})]
+    (point,) = picture.points(found, "h200")
+    assert point == picture.Point("a", 1.6, 2.0, 0.1, 2)
+    pytest.importorskip("matplotlib")
+    picture.draw([point, point._replace(seeds=1, error_percent=None)], "a GPU", tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 5000
