@@ -88,6 +88,21 @@ def _nothing_compiled() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _generators_whole(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A capture that fails leaves torch's generator of the device in it: every test after it in the
+    process would fail too, when it draws. Such a test fails alone."""
+    yield
+    if request.node.get_closest_marker("gpu") is None or not torch.cuda.is_initialized():
+        return
+    try:
+        torch.rand(1, device="cuda")
+    except RuntimeError:
+        for index, generator in enumerate(torch.cuda.default_generators):
+            new = torch.Generator(f"cuda:{index}")
+            generator.graphsafe_set_state(new.graphsafe_get_state())
+
+
+@pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
 
