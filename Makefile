@@ -28,7 +28,7 @@ endif
 .PHONY: help env build demo test lint format bench wheel sdist gates load cuda12 workflows clean force
 
 help:
-	@echo "make demo    set up, build, train a small GPT in bf16 and FP8 (ARGS='--help' for its options)"
+	@echo "make demo    set up, build, train a small GPT in bf16 and FP8 (ARGS='--recipes fp8,nvfp4,mxfp4', '--help')"
 	@echo "make test    set up, build, run the tests (ARGS='-k linear')"
 	@echo "make bench   set up, build, benchmark on the GPU (ARGS='linear')"
 	@echo "make env     the virtual environment with torch, the dependencies and nvcc"
