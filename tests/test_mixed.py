@@ -218,6 +218,55 @@ def test_checkpoint_compile_and_modes_give_the_same_bits(device: str, recipe: Mi
 
 
 @named
+def test_any_token_count_compiled(device: str, recipe: str) -> None:
+    skip_where_it_does_not_run(recipe, device)
+    made = nf.Linear(64, 32, device=device, recipe=recipe)
+    compiled = torch.compile(made, backend="aot_eager", dynamic=True, fullgraph=True)
+    for m in (5, 16, 0, 1, 100):
+        x = torch.randn(m, 64, device=device)
+        results = []
+        for call in (compiled, made):
+            leaf = x.clone().requires_grad_()
+            y = call(leaf)
+            results.append((y, *torch.autograd.grad(y, (leaf, made.weight), torch.ones_like(y))))
+        for got, want in zip(*results, strict=True):
+            assert_same_bits(got, want, f"{m} tokens")
+
+
+@pytest.mark.gpu
+@every
+def test_a_graphs_replay_is_the_call(cuda: str, recipe: Mixed) -> None:
+    """Forward and backward in one capture; stochastic rounding by the generator's seed."""
+    skip_where_it_does_not_run(recipe, cuda)
+    layer = nf.Linear(128, 96, device=cuda, dtype=torch.bfloat16, recipe=recipe)
+    x = torch.randn(80, 128, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+    g = torch.randn(80, 96, device=cuda, dtype=torch.bfloat16)
+
+    def call() -> tuple[Tensor, ...]:
+        y = layer(x)
+        return (y, *torch.autograd.grad(y, (x, layer.weight, layer.bias), g))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    for seed in (1, 2):
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+        torch.manual_seed(seed)
+        want = call()
+        torch.manual_seed(seed)
+        graph.replay()
+        for got, right in zip(results, want, strict=True):
+            assert_same_bits(got, right, f"seed {seed}")
+
+
+@named
 def test_training_follows_bf16(device: str, recipe: str) -> None:
     """A small regression ends where nn.Linear's does, within what the forward's format allows."""
     skip_where_it_does_not_run(recipe, device)
