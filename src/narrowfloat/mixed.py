@@ -42,26 +42,22 @@ class MixedLayer(NamedTuple):
 
 def mix(fprop: Layer, dgrad: Layer, wgrad: Layer) -> MixedLayer:
     """How three products, each as a layer of its kind has it, are computed together."""
-    dx = dw = _both(dgrad, wgrad)
-    products = (
-        _product(fprop, "fprop"),
-        _product(dgrad, "dgrad"),
-        _product(wgrad, "wgrad"),
-    )
-    used = set(products) - {NONE.name} or {NONE.name}
+    both = _both(dgrad, wgrad)
     forward, made = _forward(fprop, dgrad, wgrad)
-    if products[2] == NONE.name:
+    of_dw = _product(wgrad, "wgrad")
+    if of_dw == NONE.name:
         columns = "x"
     else:
         columns = "forward" if made else "quantize"
+    used = {_product(fprop, "fprop"), _product(dgrad, "dgrad"), of_dw} - {NONE.name} or {NONE.name}
     return MixedLayer(
         _kind(fprop),
         _kind(dgrad),
         _kind(wgrad),
         forward,
-        _alone(dgrad, "dgrad") if dx is None else dx,
-        _alone(wgrad, "wgrad") if dw is None else dw,
-        dx is not None,
+        _alone(dgrad, "dgrad") if both is None else both,
+        _alone(wgrad, "wgrad") if both is None else both,
+        both is not None,
         columns,
         _quantize(wgrad),
         _keeps_w(fprop, dgrad),

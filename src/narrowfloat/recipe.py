@@ -141,8 +141,8 @@ class Recipe:
                 f"Recipe: expected all products in FP8 with scales from the steps before, got "
                 f"{' and '.join(left)} in bf16 (leave `delayed` out)"
             )
-        layers = [_layer(self, product) for product in PRODUCTS]
-        object.__setattr__(self, "mix", mix(*layers) if left else None)
+        found = mix(*(_layer(self, product) for product in PRODUCTS)) if left else None
+        object.__setattr__(self, "mix", found)
 
     def __str__(self) -> str:
         return self.name
@@ -383,13 +383,6 @@ def get(recipe: str | AnyRecipe) -> AnyRecipe:
     return found
 
 
-def forward_in_fp4(recipe: AnyRecipe | None) -> FP4Recipe | None:
-    """The FP4Recipe that a recipe's forward is of; None where it is of none."""
-    if isinstance(recipe, MixedRecipe):
-        recipe = recipe.fprop  # type: ignore[assignment]
-    return recipe if isinstance(recipe, FP4Recipe) else None
-
-
 # of others that have a name
 RECIPES |= {
     recipe.name: recipe
@@ -398,3 +391,10 @@ RECIPES |= {
         MixedRecipe("nvfp4_mxfp8_backward", FP4Recipe(weights_2d=False), "mxfp8", "mxfp8"),
     )
 }
+
+
+def forward_in_fp4(recipe: AnyRecipe | None) -> FP4Recipe | None:
+    """The FP4Recipe that a recipe's forward is of; None where it is of none."""
+    if isinstance(recipe, MixedRecipe):
+        recipe = recipe.fprop  # type: ignore[assignment]
+    return recipe if isinstance(recipe, FP4Recipe) else None
