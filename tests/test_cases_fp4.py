@@ -17,7 +17,7 @@ from narrowfloat import formats, numerics_fp4, ops, reference_fp4, support
 from narrowfloat.settings import FP4Layer, FP4Quantize, Orientation
 
 FORMATS = ["nvfp4", "mxfp4"]
-RECIPES = sorted(name for name in nf.RECIPES if "fp4" in name)
+RECIPES = sorted(n for n, r in nf.RECIPES.items() if isinstance(r, nf.FP4Recipe))
 ON = Orientation(True)
 
 

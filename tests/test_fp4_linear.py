@@ -14,6 +14,8 @@ import narrowfloat as nf
 from narrowfloat import ops, reference_fp4
 from narrowfloat.settings import FP4Layer, FP4Quantize, Orientation
 
+FP4 = sorted(n for n, r in nf.RECIPES.items() if isinstance(r, nf.FP4Recipe))
+
 SHAPES = [(1, 16, 16), (50, 64, 128), (33, 100, 72), (64, 767, 2), (128, 256, 24), (200, 520, 136)]
 FORMATS = ["nvfp4", "mxfp4"]
 SEED = torch.tensor([11, -5])
@@ -108,7 +110,7 @@ def test_the_layer_is_what_its_operands_say(device: str) -> None:
     assert relative_error(dw, dy_columns @ x_columns.t()) < 1e-5
 
 
-@pytest.mark.parametrize("recipe", sorted(name for name in nf.RECIPES if "fp4" in name))
+@pytest.mark.parametrize("recipe", FP4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_layer_against_nn_linear(device: str, dtype: torch.dtype, recipe: str) -> None:
     kind = recipe.split("_")[0]

@@ -191,7 +191,8 @@ def test_block_defaults() -> None:
     for name, recipe in named.items():
         assert recipes.get(name) is recipe and str(recipe) == name
         assert nf.Linear(16, 16, recipe=name).recipe is recipe
-    assert set(nf.RECIPES) == {"fp8", "fp8_delayed", *named, *(n for n in nf.RECIPES if "fp4" in n)}
+    of_others = {n for n, r in nf.RECIPES.items() if isinstance(r, nf.FP4Recipe | nf.MixedRecipe)}
+    assert set(nf.RECIPES) == {"fp8", "fp8_delayed", "fp8_bf16_wgrad", *named, *of_others}
 
 
 def test_block_settings_are_what_the_operators_are_told() -> None:

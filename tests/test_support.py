@@ -15,6 +15,8 @@ from torch._subclasses import FakeTensorMode, fake_tensor
 import narrowfloat as nf
 from narrowfloat import _binary, formats, ops, support
 
+FP4 = sorted(n for n, r in nf.RECIPES.items() if isinstance(r, nf.FP4Recipe))
+
 Cards = Callable[..., None]
 FP8 = nf.RECIPES["fp8"]
 
@@ -59,7 +61,7 @@ def test_native(cards: Cards, capability: tuple[int, int]) -> None:
     assert torch.device("cuda", 0) in support.ready
 
 
-@pytest.mark.parametrize("name", sorted(name for name in nf.RECIPES if "fp4" in name))
+@pytest.mark.parametrize("name", FP4)
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])
 def test_native_fp4(cards: Cards, capability: tuple[int, int], name: str) -> None:
     cards(capability)
@@ -72,7 +74,7 @@ def test_native_fp4(cards: Cards, capability: tuple[int, int], name: str) -> Non
         support.require(nf.RECIPES[name], torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize("name", sorted(name for name in nf.RECIPES if "fp4" in name))
+@pytest.mark.parametrize("name", FP4)
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])
 def test_fp4_beside_an_old_library(
     cards: Cards, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str
@@ -326,6 +328,13 @@ EXPECTED = {
 }
 EXPECTED["fp8_block_bf16_wgrad"] = EXPECTED["fp8_block"]
 EXPECTED["fp8_block_row_wgrad"] = EXPECTED["fp8_block"]
+EXPECTED["fp8_block_backward"] = EXPECTED["fp8_block"]
+EXPECTED["nvfp4_mxfp8_backward"] = {
+    8: ("emulation", "has no tensor cores that scale blocks and FP4 tensor cores.*bf16"),
+    9: ("emulation", "has no tensor cores that scale blocks and FP4 tensor cores.*bf16"),
+    10: ("native", "FP8 tensor cores and FP4 tensor cores of Blackwell"),
+    12: ("native", "FP8 tensor cores and FP4 tensor cores of Blackwell"),
+}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -422,6 +431,24 @@ def test_a_mixed_recipe_is_what_its_worst_product_is(cards: Cards) -> None:
     assert nf.supported(nf.BlockRecipe("m", "row", "block_pow2", "mx"), 1).how == "native"
     with pytest.warns(support.EmulationWarning, match="recipe mixed on cuda:0"):
         support.require(mixed, torch.device("cuda", 0))
+    kinds = nf.MixedRecipe("kinds", "fp8", "fp8_bf16_wgrad", "fp8_bf16_wgrad")
+    assert support.kinds_of(kinds) == support.kinds_of(nf.RECIPES["fp8_bf16_wgrad"]) == ("fp8",)
+    assert nf.supported(kinds, 0).how == nf.supported("fp8_bf16_wgrad", 1).how == "native"
+    assert support.kinds_of(nf.MixedRecipe("none", *["bf16"] * 3)) == ("bf16",)
+    one = nf.MixedRecipe("one", "mxfp4", "fp8_row", "fp8_block")
+    assert support.kinds_of(one) == ("row", "block", "fp4")
+    assert not nf.supported(one, 1) and nf.supported(one, 0).how == "emulation"
+
+
+def test_one_warning_for_mixes_of_the_same_kinds(cards: Cards) -> None:
+    cards((9, 0))
+    for fprop, dgrad, warns in (("nvfp4", "mxfp8", 1), ("mxfp4", "mxfp8", 0), ("mxfp4", "bf16", 1)):
+        mixed = nf.MixedRecipe("mixed", fprop, dgrad, "bf16")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                support.require(mixed, torch.device("cuda", 0))
+        assert len(caught) == warns, fprop
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
@@ -437,7 +464,8 @@ def test_nothing_unsupported_is_launched(
         called.append("launched")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ops, "block_linear_forward", no_launch)
+    for operator in ("linear_forward", "block_linear_forward", "fp4_linear_forward"):
+        monkeypatch.setattr(ops, operator, no_launch)
     monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda *_: None)
     for index, capability in enumerate(capabilities):
         with FakeTensorMode():

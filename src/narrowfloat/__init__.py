@@ -6,12 +6,13 @@ from ._version import __version__
 from .autograd import DelayedLinearFunction, LinearFunction, linear, matmul
 from .autograd_block import BlockLinearFunction
 from .autograd_fp4 import FP4LinearFunction
+from .autograd_mixed import MixedLinearFunction
 from .convert import Report, convert, plan
 from .fp4_weights import PackedFP4Linear
 from .history import step
 from .modules import FP4Linear, FP8Linear, Linear
 from .quantized import BlockTensor, FP4Tensor, QuantizedTensor, quantize
-from .recipe import RECIPES, BlockRecipe, Delayed, FP4Recipe, Gemm, Recipe
+from .recipe import RECIPES, BlockRecipe, Delayed, FP4Recipe, Gemm, MixedRecipe, Recipe
 from .reuse import reuse_weights
 from .seeds import (
     FP4DequantizeFunction,
@@ -48,6 +49,8 @@ __all__ = [
     "Gemm",
     "Linear",
     "LinearFunction",
+    "MixedLinearFunction",
+    "MixedRecipe",
     "PackedFP4Linear",
     "QuantizedTensor",
     "Recipe",

@@ -11,7 +11,8 @@ from . import ops, support
 from . import recipe as recipes
 from .autograd_block import BlockLinearFunction
 from .autograd_fp4 import FP4LinearFunction
-from .recipe import AnyRecipe, BlockRecipe, FP4Recipe, Recipe
+from .autograd_mixed import MixedLinearFunction, run_forward
+from .recipe import AnyRecipe, BlockRecipe, FP4Recipe, MixedRecipe, Recipe
 from .reference import check_quantizable
 from .reuse import Held
 from .settings import DB, DW, JOINS, NEED_DX, SAVE_X
@@ -120,6 +121,7 @@ _apply = super(torch.autograd.Function, LinearFunction).apply
 _apply_delayed = super(torch.autograd.Function, DelayedLinearFunction).apply
 _apply_fp4 = super(torch.autograd.Function, FP4LinearFunction).apply
 _apply_block = super(torch.autograd.Function, BlockLinearFunction).apply
+_apply_mixed = super(torch.autograd.Function, MixedLinearFunction).apply
 
 
 def linear(
@@ -156,6 +158,8 @@ def linear(
         return _linear_fp4(x, w, bias, recipe)
     if isinstance(recipe, BlockRecipe):
         return _linear_block(x, w, bias, recipe)
+    if isinstance(recipe, MixedRecipe) or recipe.mix is not None:
+        return _linear_mixed(x, w, bias, recipe)
     if history is not None and recipe.delayed is not None:
         return _linear_delayed(x, w, bias, recipe, history)
     if torch.is_grad_enabled():
@@ -192,6 +196,16 @@ def _linear_block(x: Tensor, w: Tensor, bias: Tensor | None, recipe: BlockRecipe
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return BlockLinearFunction.apply(x, w, bias, recipe)
     return _apply_block(x, w, bias, recipe)
+
+
+def _linear_mixed(
+    x: Tensor, w: Tensor, bias: Tensor | None, recipe: MixedRecipe | Recipe
+) -> Tensor:
+    if not torch.is_grad_enabled():
+        return run_forward(recipe.mix, x, w, bias)[0]  # type: ignore[arg-type]
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return MixedLinearFunction.apply(x, w, bias, recipe)
+    return _apply_mixed(x, w, bias, recipe)
 
 
 def matmul(a: Tensor, b: Tensor, recipe: str | AnyRecipe = "fp8") -> Tensor:

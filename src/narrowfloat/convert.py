@@ -11,9 +11,10 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from . import recipe as recipes
+from . import support
 from .fp4_weights import PackedFP4Linear
 from .modules import Linear
-from .recipe import AnyRecipe, FP4Recipe
+from .recipe import AnyRecipe
 
 _log = logging.getLogger(__name__)
 
@@ -124,8 +125,8 @@ def plan(
     if not 0 <= keep_last <= 1:
         raise ValueError(f"convert: expected keep_last from 0 to 1, got {keep_last}")
     heads = {} if head else _heads(model, linears)
-    fp4 = isinstance(report.recipe, FP4Recipe)
-    if inference and not fp4:
+    fp4 = "fp4" in support.kinds_of(report.recipe)
+    if inference and recipes.forward_in_fp4(report.recipe) is None:
         raise ValueError(
             f"convert: expected an FP4 recipe with inference=True, got {report.recipe} "
             "(weights are packed in FP4 alone; convert(model, 'fp8') serves inference as it is)"
@@ -137,7 +138,7 @@ def plan(
             report.left.append((name, "the filter does not match it"))
             continue
         matched += 1
-        trained = isinstance(module, Linear) and isinstance(module.recipe, FP4Recipe)
+        trained = isinstance(module, Linear) and recipes.forward_in_fp4(module.recipe) is not None
         if inference and name == "":
             report.left.append(
                 (name, "it is the model itself (PackedFP4Linear.from_linear makes one)")
@@ -182,13 +183,14 @@ def convert(
     else the last linear) is left unless head=True. `filter` narrows the choice: a function
     (name, module) -> bool, or one or more shell patterns for whole names ("blocks.*.mlp.*").
 
-    With an FP4 recipe the linears of the last `keep_last` of the blocks are left too, as others
-    train in FP4 (arXiv 2509.25149: the last layers bear it least); rounded up, 0 converts all.
-    The blocks are the longest numbered run that holds linears ("blocks.0.qkv", "blocks.1.qkv").
+    With a recipe that has a product in FP4 the linears of the last `keep_last` of the blocks are
+    left too, as others train in FP4 (arXiv 2509.25149: the last layers bear it least); rounded up,
+    0 converts all. The blocks are the longest numbered run that holds linears ("blocks.0.qkv",
+    "blocks.1.qkv").
 
-    inference=True, with an FP4 recipe, replaces the layers by PackedFP4Linear instead: weights are
-    quantized and packed once, 4.5 bits each, and no longer train. Layers that trained in FP4 here
-    keep the recipe they trained with.
+    inference=True, with a recipe whose forward is in FP4, replaces the layers by PackedFP4Linear
+    instead: weights are quantized and packed once, 4.5 bits each, and no longer train. Layers that
+    trained in FP4 here keep the recipe they trained with.
 
     Returns a Report of what was converted and what was left and why (print it). ValueError if
     the filter matches nothing or there is no linear layer.
@@ -199,7 +201,8 @@ def convert(
         if inference and isinstance(module, nn.Linear):
             own = module.recipe if isinstance(module, Linear) else report.recipe
             parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, PackedFP4Linear.from_linear(module, own))
+            packed = PackedFP4Linear.from_linear(module, recipes.forward_in_fp4(own))
+            setattr(model.get_submodule(parent), last, packed)
             continue
         module.__class__ = Linear
         module.recipe = report.recipe  # type: ignore[assignment]

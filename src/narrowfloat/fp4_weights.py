@@ -284,7 +284,7 @@ class PackedFP4Linear(nn.Module):
         """
         if recipe is None:
             own = getattr(linear, "recipe", None)
-            recipe = own if isinstance(own, FP4Recipe) else "nvfp4"
+            recipe = recipes.forward_in_fp4(own) or "nvfp4"
         weight = linear.weight.detach()
         layer = cls(
             linear.in_features, linear.out_features, False, "meta", recipe=recipe, overlap=overlap

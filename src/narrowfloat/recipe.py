@@ -5,31 +5,46 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from . import formats
+from .mixed import Layer, MixedLayer, mix
 from .reference_delayed import LONGEST
 from .settings import GUARDED, Backward, BlockLayer, Forward, FP4Layer
 
 ACCUMULATE = ("fast", "exact")
+PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 
 @dataclass(frozen=True)
 class Gemm:
     """One product d [M,N] = a [M,K] b [N,K]^T.
 
-    a, b: formats of the operands. accumulate: "fast" lets the tensor cores keep fewer bits of
-    the running sum (cuBLASLt's FAST_ACCUM); "exact" carries it in fp32.
+    a, b: formats of the operands; both None: the product is left in bf16. accumulate: "fast" lets
+    the tensor cores keep fewer bits of the running sum (cuBLASLt's FAST_ACCUM); "exact" carries it
+    in fp32.
     """
 
-    a: str = "e4m3"
-    b: str = "e4m3"
+    a: str | None = "e4m3"
+    b: str | None = "e4m3"
     accumulate: str = "exact"
 
     def __post_init__(self) -> None:
-        for operand in (self.a, self.b):
-            formats.get(operand, "Gemm")
         if self.accumulate not in ACCUMULATE:
             raise ValueError(
                 f"Gemm: expected accumulate out of {ACCUMULATE}, got {self.accumulate!r}"
             )
+        if self.a is None and self.b is None:
+            if self.fast:
+                raise ValueError(
+                    "Gemm: expected accumulate='exact' of a product in bf16, got 'fast' "
+                    "(cuBLASLt has it for FP8 alone)"
+                )
+            return
+        if self.a is None or self.b is None:
+            raise ValueError(
+                f"Gemm: expected formats of both operands or None for both, got {self.a!r} and "
+                f"{self.b!r} (no tensor core multiplies FP8 by bf16)"
+            )
+        for operand in (self.a, self.b):
+            formats.get(operand, "Gemm")
         if self.a == self.b == "e5m2":
             raise ValueError(
                 "Gemm: expected at most one e5m2 operand, got two "
@@ -80,7 +95,8 @@ class Recipe:
     sign are lost on Hopper: 4096 ones sum to 4020, 16384 to 16093. In fprop it saves 0 to 2 % of a
     layer there (benchmarks/results/h200, "accumulation").
 
-    An operand that takes part in two products has one format in both: it is quantized once.
+    An operand that takes part in two products has one format in both: it is quantized once. A
+    product may be left in bf16, Gemm(None, None): the layer then computes as a MixedRecipe.
     """
 
     name: str = "fp8"
@@ -93,6 +109,8 @@ class Recipe:
     forward_settings: int = field(init=False, repr=False, compare=False)
     backward_settings: int = field(init=False, repr=False, compare=False)
     history_settings: int = field(init=False, repr=False, compare=False)
+    # where a product is in bf16
+    mix: MixedLayer | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for what, first, second in (
@@ -100,18 +118,31 @@ class Recipe:
             ("w (fprop.b and dgrad.b)", self.fprop.b, self.dgrad.b),
             ("dy (dgrad.a and wgrad.a)", self.dgrad.a, self.wgrad.a),
         ):
-            if first != second:
+            if first != second and first is not None and second is not None:
                 raise ValueError(
                     f"Recipe: expected one format for {what}, got {first!r} and {second!r} "
                     "(each operand is quantized once and used in both products)"
                 )
-        x, w, dy = (formats.get(f).code for f in (self.fprop.a, self.fprop.b, self.dgrad.a))
+        operands = (
+            self.fprop.a or self.wgrad.b,
+            self.fprop.b or self.dgrad.b,
+            self.dgrad.a or self.wgrad.a,
+        )
+        x, w, dy = (formats.get(f or "e4m3").code for f in operands)  # or no product has it
         forward = Forward(x, w, self.fprop.fast)
         backward = Backward(dy, w, self.dgrad.fast, self.wgrad.fast)
         object.__setattr__(self, "forward_settings", forward.pack())
         object.__setattr__(self, "backward_settings", backward.pack())
         guarded = self.delayed is not None and self.delayed.guard
         object.__setattr__(self, "history_settings", GUARDED if guarded else 0)
+        left = [p for p in PRODUCTS if getattr(self, p).a is None]
+        if left and self.delayed is not None:
+            raise ValueError(
+                f"Recipe: expected all products in FP8 with scales from the steps before, got "
+                f"{' and '.join(left)} in bf16 (leave `delayed` out)"
+            )
+        found = mix(*(_layer(self, product) for product in PRODUCTS)) if left else None
+        object.__setattr__(self, "mix", found)
 
     def __str__(self) -> str:
         return self.name
@@ -178,9 +209,6 @@ class FP4Recipe:
 
     def __str__(self) -> str:
         return self.name
-
-
-PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 
 @dataclass(frozen=True)
@@ -252,7 +280,75 @@ class BlockRecipe:
         return self.name
 
 
-AnyRecipe = Recipe | FP4Recipe | BlockRecipe
+@dataclass(frozen=True)
+class MixedRecipe:
+    """How a linear layer y = x w^T is computed with products of different kinds.
+
+    fprop, dgrad, wgrad: each a recipe or its name, whose product of that name is taken as it is
+    there: "nvfp4" as fprop is nvfp4's forward bit for bit, "mxfp8" as wgrad is mxfp8's dw; "bf16"
+    leaves the product in bf16. x's columns for dw are quantized as wgrad's recipe has them.
+
+    FP4Recipe's weights_2d is for fprop and dgrad of one such recipe; where the other is of another
+    kind it only costs accuracy, so give weights_2d=False. Scales from the steps before (`delayed`)
+    are refused.
+    """
+
+    name: str
+    fprop: str | AnyRecipe
+    dgrad: str | AnyRecipe
+    wgrad: str | AnyRecipe
+
+    # what the operators are told, found once
+    mix: MixedLayer = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        layers = []
+        for product in PRODUCTS:
+            recipe = _taken(getattr(self, product), product)
+            object.__setattr__(self, product, recipe)
+            layers.append(_layer(recipe, product))
+        object.__setattr__(self, "mix", mix(*layers))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+OneKind = Recipe | FP4Recipe | BlockRecipe
+AnyRecipe = OneKind | MixedRecipe
+
+BF16 = BlockRecipe("bf16", "bf16", "bf16", "bf16")
+
+
+def _taken(recipe: str | AnyRecipe, product: str) -> OneKind:
+    """The recipe that a MixedRecipe has for a product."""
+    if recipe == "bf16":
+        return BF16
+    try:
+        found = get(recipe)
+    except ValueError:
+        raise ValueError(
+            f"MixedRecipe: expected {product} as a recipe, as 'bf16' or as a name out of "
+            f"{sorted(RECIPES)}, got {recipe!r}"
+        ) from None
+    if isinstance(found, MixedRecipe):
+        found = getattr(found, product)
+    if isinstance(found, Recipe) and found.delayed is not None:
+        raise ValueError(
+            f"MixedRecipe: expected {product} with scales from the tensor at hand, got {found} "
+            "('fp8' has them)"
+        )
+    return found
+
+
+def _layer(recipe: OneKind, product: str) -> Layer:
+    """What a recipe's own operators are told, of one of its products."""
+    if not isinstance(recipe, Recipe):
+        unpack = FP4Layer.unpack if isinstance(recipe, FP4Recipe) else BlockLayer.unpack
+        return unpack(recipe.settings)
+    if getattr(recipe, product).a is None:
+        return BlockLayer()
+    return Forward.unpack(recipe.forward_settings), Backward.unpack(recipe.backward_settings)
+
 
 FP8, NVFP4 = Recipe(), FP4Recipe()
 RECIPES: dict[str, AnyRecipe] = {
@@ -270,6 +366,7 @@ RECIPES: dict[str, AnyRecipe] = {
         FP4Recipe("mxfp4", "mxfp4"),
         FP4Recipe("nvfp4_four_over_six", four_over_six="both"),
         FP4Recipe("nvfp4_unbiased", scale_up_dy=True),
+        Recipe("fp8_bf16_wgrad", wgrad=Gemm(None, None)),
     )
 }
 
@@ -284,3 +381,20 @@ def get(recipe: str | AnyRecipe) -> AnyRecipe:
             f"recipe: expected a Recipe or a name out of {sorted(RECIPES)}, got {recipe!r}"
         )
     return found
+
+
+# of others that have a name
+RECIPES |= {
+    recipe.name: recipe
+    for recipe in (
+        MixedRecipe("fp8_block_backward", "fp8", "fp8_block", "fp8_block"),
+        MixedRecipe("nvfp4_mxfp8_backward", FP4Recipe(weights_2d=False), "mxfp8", "mxfp8"),
+    )
+}
+
+
+def forward_in_fp4(recipe: AnyRecipe | None) -> FP4Recipe | None:
+    """The FP4Recipe that a recipe's forward is of; None where it is of none."""
+    if isinstance(recipe, MixedRecipe):
+        recipe = recipe.fprop  # type: ignore[assignment]
+    return recipe if isinstance(recipe, FP4Recipe) else None

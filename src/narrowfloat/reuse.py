@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import _binary, formats, ops
+from . import _binary, ops
 from .recipe import AnyRecipe, Recipe
+from .settings import Forward
 
 
 class Held(NamedTuple):
@@ -37,7 +38,7 @@ class WeightCache:
     def get(self, w: Tensor, recipe: AnyRecipe) -> Held | None:
         """w quantized as `recipe` wants it, made now if what is held does not fit; None where
         nothing may be held."""
-        if not isinstance(recipe, Recipe) or recipe.delayed is not None:
+        if not isinstance(recipe, Recipe) or recipe.delayed or recipe.mix:
             return None
         if self.open == 0 or torch.compiler.is_compiling() or w.is_inference():
             return None  # an inference tensor counts no versions
@@ -52,7 +53,7 @@ class WeightCache:
         with torch.inference_mode(False), torch.no_grad():
             # The alias keeps the address from being given to other memory while the key names it.
             alias = w.detach()
-            code = formats.FORMATS[recipe.fprop.b].code
+            code = Forward.unpack(recipe.forward_settings).w_format
             held = Held(*ops.quantize_op(alias, code, True, True))
         self._held[id(w)] = (w, key, alias, held)
         return held
@@ -77,8 +78,8 @@ def reuse_weights(model: nn.Module) -> Iterator[nn.Module]:
     left, an optimizer steps, or the weight's version changes (any in-place operation). Writes
     that PyTorch does not count, those through `.data`, are not seen: leave the context first.
     A weight that is computed at each forward (a parametrization) is not held, nor is one of a layer
-    with another recipe than a Recipe, as an FP4Recipe or a BlockRecipe, or with scales from the
-    steps before: they are quantized at each forward as outside. Code under
+    with another recipe than a Recipe, as an FP4Recipe or a BlockRecipe, with scales from the steps
+    before or with a product in bf16: they are quantized at each forward as outside. Code under
     torch.compile and modules that are called from several streams quantize as outside the context
     (again for each stream); a capture holds its own copies.
     """

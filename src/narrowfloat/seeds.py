@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import formats, ops, recipe, support
+from . import ops, recipe, support
 from .autograd import linear, matmul
 from .autograd_fp4 import run_backward, run_forward
 from .formats import GROUP
 from .quantized import FP4Tensor, quantize
 from .reference import check_linear, check_quantizable
 from .reference_fp4 import SCALES, orientations_of_x
-from .settings import DW, NEED_DX, Backward, FP4Layer, FP4Quantize
+from .settings import DW, NEED_DX, Backward, Forward, FP4Layer, FP4Quantize
 
 _FP8, _NVFP4 = recipe.FP8, recipe.NVFP4
 
@@ -84,9 +84,8 @@ def fp8_linear_backward(
     )
     with torch.no_grad():
         if need_dw:
-            _, x_columns, x_scale = ops.quantize_op(
-                x, formats.FORMATS[_FP8.wgrad.b].code, False, True
-            )
+            x_format = Forward.unpack(_FP8.forward_settings).x_format
+            _, x_columns, x_scale = ops.quantize_op(x, x_format, False, True)
         dx, dw, db = ops.linear_backward(
             g.to(x.dtype),
             x_columns,

@@ -9,7 +9,7 @@ import torch
 
 from . import _binary, formats
 from . import recipe as recipes
-from .recipe import AnyRecipe, BlockRecipe, FP4Recipe
+from .recipe import AnyRecipe, BlockRecipe, FP4Recipe, MixedRecipe
 
 
 class Support(NamedTuple):
@@ -142,6 +142,8 @@ def kinds_of(recipe: AnyRecipe) -> tuple[str, ...]:
     """The kinds of product that a recipe has, those of TABLE; bf16 only where it has no other."""
     if isinstance(recipe, BlockRecipe):
         return recipe.scalings
+    if isinstance(recipe, MixedRecipe):
+        return recipe.mix.products
     return ("fp4",) if isinstance(recipe, FP4Recipe) else ("fp8",)
 
 
@@ -301,8 +303,8 @@ def never(recipe: str | AnyRecipe, capability: tuple[int, int]) -> bool:
     )
 
 
-# Devices that were found to run FP8, FP4, and a BlockRecipe's scalings; asked at every call. All
-# recipes of one kind need the same of a device.
+# Devices that were found to run FP8, FP4, and what a BlockRecipe or a MixedRecipe has; asked at
+# every call. All recipes of the same kinds need the same of a device.
 _ALWAYS = (torch.device("cpu"), torch.device("meta"))
 ready: set[torch.device] = set(_ALWAYS)
 ready_fp4: set[torch.device] = set(_ALWAYS)
@@ -312,9 +314,10 @@ _NONE_YET = set(_ALWAYS)
 
 def ready_for(recipe: AnyRecipe) -> set[torch.device]:
     """The devices that were found to run recipes of this one's kind."""
-    if isinstance(recipe, BlockRecipe):
-        return ready_block.get(recipe.scalings, _NONE_YET)
-    return ready_fp4 if isinstance(recipe, FP4Recipe) else ready
+    kinds = kinds_of(recipe)
+    if kinds == ("fp8",):
+        return ready
+    return ready_fp4 if kinds == ("fp4",) else ready_block.get(kinds, _NONE_YET)
 
 
 def require(recipe: AnyRecipe, device: torch.device) -> None:
@@ -328,8 +331,8 @@ def require(recipe: AnyRecipe, device: torch.device) -> None:
             f"narrowfloat: expected a device that runs recipe {recipe}, got {device}: "
             f"{answer.reason}"
         )
-    if isinstance(recipe, BlockRecipe):
-        ready_block.setdefault(recipe.scalings, set(_ALWAYS)).add(device)
+    if ready_for(recipe) is _NONE_YET:
+        ready_block[kinds_of(recipe)] = {*_ALWAYS, device}
     else:
         ready_for(recipe).add(device)
     if answer.how == "emulation":

@@ -1,0 +1,139 @@
+"""Decides what a layer whose products are of different kinds saves for its backward, and which
+operators it calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .autograd_block import once_only
+from .mixed import MixedLayer
+from .recipe import MixedRecipe, Recipe
+from .settings import BLOCK_KEEP_W, DB, DW, NEED_DX, SAVE_X
+
+# x's columns, their scales, their tensor scale; what the kind lacks is None
+Columns = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def run_forward(
+    mix: MixedLayer,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    save_x: bool = False,
+    keep_w: bool = False,
+) -> tuple[Tensor, Columns, Tensor | None]:
+    """y, x's columns where save_x, and what was measured of w where keep_w."""
+    settings = mix.forward | SAVE_X if save_x else mix.forward
+    if mix.fprop == "fp8":
+        y, columns, scales = ops.linear_forward(x, w, bias, None, None, settings)
+        return y, (columns, None, scales), scales
+    if mix.fprop == "fp4":
+        y, columns, of_blocks, scales = ops.fp4_linear_forward(x, w, bias, settings)
+        return y, (columns, of_blocks, scales), None
+    settings = settings | BLOCK_KEEP_W if keep_w else settings
+    y, columns, of_blocks, w_amax = ops.block_linear_forward(x, w, bias, settings)
+    return y, (columns, of_blocks, None), w_amax
+
+
+def _quantized(mix: MixedLayer, x: Tensor) -> Columns:
+    """x's columns as wgrad has them, of wgrad's quantizing operator."""
+    if mix.wgrad == "fp8":
+        _, columns, scale = ops.quantize_op(x, mix.quantize, False, True)
+        return columns, None, scale
+    if mix.wgrad == "fp4":
+        _, _, columns, of_blocks, scales = ops.fp4_quantize_op(x, None, mix.quantize)
+        return columns, of_blocks, scales[1:]  # the columns' comes first in a layer's
+    _, _, columns, of_blocks = ops.block_quantize_op(x, mix.quantize)
+    return columns, of_blocks, None
+
+
+def _run_backward(
+    kind: str,
+    dy: Tensor,
+    columns: Columns,
+    w: Tensor | None,
+    of_w: Tensor | None,
+    seed: Tensor | None,
+    in_features: int,
+    settings: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dw, db), empty where settings do not ask for them."""
+    x, of_blocks, scale = columns
+    if kind == "fp8":
+        scales = of_w if scale is None else scale
+        return ops.linear_backward(dy, x, scales, w, None, None, in_features, settings)
+    if kind == "fp4":
+        return ops.fp4_linear_backward(dy, x, of_blocks, scale, w, seed, in_features, settings)
+    return ops.block_linear_backward(dy, x, of_blocks, w, of_w, in_features, settings)
+
+
+_NO_COLUMNS: Columns = (None, None, None)
+
+
+class MixedLinearFunction(torch.autograd.Function):
+    """y [..., N] = x [..., K] w [N,K]^T + bias [N] as a MixedRecipe says, or a Recipe that has
+    a product in bf16, and its three gradients.
+
+    Saved for dw: x's columns as wgrad has them, or x itself where it is in bf16. Saved for dx: w
+    itself, which costs nothing, and what the forward measured of it where dgrad is of that kind.
+    Nothing is saved for a gradient that nobody needs. Where dx and dw are of one kind one operator
+    makes both, else one each; db comes with dw, or with dx where there is no dw. Each backward
+    draws one seed where FP4 rounds stochastically.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, recipe: MixedRecipe | Recipe
+    ) -> Tensor:
+        mix = recipe.mix
+        if mix is None:
+            raise ValueError(
+                f"MixedLinearFunction: expected a MixedRecipe, or a Recipe with a product in bf16, "
+                f"got {recipe} (LinearFunction computes it)"
+            )
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        made = need_dw and mix.columns == "forward"
+        keep_w = need_dx and mix.keeps_w
+        y, columns, of_w = run_forward(mix, x, w, bias, made, keep_w)
+        if not made:
+            columns = _NO_COLUMNS
+            if need_dw:
+                columns = (x, None, None) if mix.columns == "x" else _quantized(mix, x)
+        ctx.save_for_backward(*columns, w if need_dx else None, of_w if keep_w else None)
+        need_db = need_db and bias is not None
+        ctx.mix = mix
+        ctx.in_features = w.shape[1]
+        ctx.needs = need_dx, need_dw, need_db
+        ctx.dtypes = (DW[w.dtype] if need_dw else 0) | (DB[bias.dtype] if need_db else 0)  # type: ignore[union-attr]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        once_only()
+        mix, k, dtypes = ctx.mix, ctx.in_features, ctx.dtypes
+        need_dx, need_dw, need_db = ctx.needs
+        x, of_blocks, scale, w, of_w = ctx.saved_tensors
+        columns = x, of_blocks, scale
+        draws = (need_dx and mix.draws_dx) or (need_dw and mix.draws_dw)
+        seed = ops.draw_seed(dy.device) if draws else None
+        dx = dw = db = None
+        if need_dx and (mix.joint or not need_dw):
+            settings = mix.dx | NEED_DX | dtypes
+            dx, dw, db = _run_backward(mix.dgrad, dy, columns, w, of_w, seed, k, settings)
+        else:
+            if need_dx:
+                settings = mix.dx | NEED_DX
+                dx, _, _ = _run_backward(mix.dgrad, dy, _NO_COLUMNS, w, of_w, seed, k, settings)
+            if dtypes:
+                settings = mix.dw | dtypes
+                _, dw, db = _run_backward(mix.wgrad, dy, columns, None, None, seed, k, settings)
+        return (
+            dx if need_dx else None,
+            dw if need_dw else None,
+            db if need_db else None,
+            None,
+        )

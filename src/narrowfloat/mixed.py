@@ -1,0 +1,158 @@
+"""Decides which operators compute a layer whose products are of different kinds, and what they are
+told."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .formats import BY_SCALING, NONE, ROW, SCALINGS
+from .settings import (
+    Backward,
+    BlockLayer,
+    BlockOrientation,
+    BlockQuantize,
+    Forward,
+    FP4Layer,
+    FP4Quantize,
+    Orientation,
+)
+
+# What the two calls of a layer of one kind are told; of it one product is taken.
+Layer = tuple[Forward, Backward] | BlockLayer | FP4Layer
+
+
+class MixedLayer(NamedTuple):
+    """The choices of a layer of several kinds. A kind names a family of operators: "fp8" (one scale
+    a tensor), "block" or "fp4"; a product in bf16 is "block"'s."""
+
+    fprop: str  # kinds
+    dgrad: str
+    wgrad: str
+    forward: int  # packed Forward, BlockLayer or FP4Layer, without what is wanted
+    dx: int  # packed Backward, BlockLayer or FP4Layer, likewise
+    dw: int
+    joint: bool  # one backward call makes both: it is told `dx`, which is `dw`
+    columns: str  # what makes x's columns for dw: "forward", "quantize"; "x" is x itself
+    quantize: int  # the latter: a packed BlockQuantize or FP4Quantize, or the format's code
+    keeps_w: bool  # what the forward measured of w serves dx
+    draws_dx: bool  # from torch's generator, for stochastic rounding
+    draws_dw: bool
+    products: tuple[str, ...]  # kinds in the support table; bf16 only where there is no other
+
+
+def mix(fprop: Layer, dgrad: Layer, wgrad: Layer) -> MixedLayer:
+    """How three products, each as a layer of its kind has it, are computed together."""
+    both = _both(dgrad, wgrad)
+    forward, made = _forward(fprop, dgrad, wgrad)
+    of_dw = _product(wgrad, "wgrad")
+    if of_dw == NONE.name:
+        columns = "x"
+    else:
+        columns = "forward" if made else "quantize"
+    used = {_product(fprop, "fprop"), _product(dgrad, "dgrad"), of_dw} - {NONE.name} or {NONE.name}
+    return MixedLayer(
+        _kind(fprop),
+        _kind(dgrad),
+        _kind(wgrad),
+        forward,
+        _alone(dgrad, "dgrad") if both is None else both,
+        _alone(wgrad, "wgrad") if both is None else both,
+        both is not None,
+        columns,
+        _quantize(wgrad),
+        _keeps_w(fprop, dgrad),
+        isinstance(dgrad, FP4Layer) and dgrad.stochastic_dy,
+        isinstance(wgrad, FP4Layer) and wgrad.stochastic_dy,
+        tuple(name for name in ("fp8", *SCALINGS, "fp4") if name in used),
+    )
+
+
+def _kind(layer: Layer) -> str:
+    if isinstance(layer, FP4Layer):
+        return "fp4"
+    return "block" if isinstance(layer, BlockLayer) else "fp8"
+
+
+def _product(layer: Layer, product: str) -> str:
+    """Its row in the support table."""
+    if isinstance(layer, BlockLayer):
+        return BY_SCALING[getattr(layer, product)].name
+    return _kind(layer)
+
+
+def _forward(fprop: Layer, dgrad: Layer, wgrad: Layer) -> tuple[int, bool]:
+    """What the forward is told, and whether it can return x's columns as wgrad has them."""
+    if isinstance(fprop, FP4Layer):
+        if not isinstance(wgrad, FP4Layer):
+            return fprop.pack(), False
+        same = (fprop.mx, fprop.four_over_six_x) == (wgrad.mx, wgrad.four_over_six_x)
+        return fprop._replace(rotate=wgrad.rotate).pack(), same  # of the columns alone
+    if isinstance(fprop, BlockLayer):
+        return _blocks(fprop, dgrad, wgrad).pack(), isinstance(wgrad, BlockLayer)
+    forward, _ = fprop
+    same = _kind(wgrad) == "fp8" and wgrad[0].x_format == forward.x_format  # type: ignore[union-attr]
+    return forward.pack(), same
+
+
+def _quantize(wgrad: Layer) -> int:
+    """What wgrad's quantizing operator is told to make x's columns alone."""
+    if isinstance(wgrad, FP4Layer):
+        how = Orientation(True, rotated=wgrad.rotate, four_over_six=wgrad.four_over_six_x)
+        return FP4Quantize(columns=how, mx=wgrad.mx).pack()
+    if isinstance(wgrad, BlockLayer):
+        return BlockQuantize(columns=BlockOrientation(wgrad.wgrad)).pack()
+    return wgrad[0].x_format
+
+
+def _keeps_w(fprop: Layer, dgrad: Layer) -> bool:
+    """Whether dx quantizes w by what the forward measured: one scale a tensor, or by row."""
+    if isinstance(fprop, FP4Layer) or isinstance(dgrad, FP4Layer):
+        return False
+    if isinstance(fprop, BlockLayer) or isinstance(dgrad, BlockLayer):
+        return _product(fprop, "fprop") == _product(dgrad, "dgrad") == ROW.name
+    return fprop[0].w_format == dgrad[1].w_format
+
+
+def _blocks(fprop: Layer | None, dgrad: Layer | None, wgrad: Layer | None) -> BlockLayer:
+    """A layer with those products that are BlockLayers'."""
+    made = BlockLayer()
+    if isinstance(fprop, BlockLayer):
+        made = made._replace(fprop=fprop.fprop, fast_fprop=fprop.fast_fprop)
+    if isinstance(dgrad, BlockLayer):
+        e5m2 = dgrad.e5m2_dy and dgrad.dgrad == ROW.code
+        made = made._replace(dgrad=dgrad.dgrad, fast_dgrad=dgrad.fast_dgrad, e5m2_dy=e5m2)
+    if isinstance(wgrad, BlockLayer):
+        e5m2 = wgrad.e5m2_dy and wgrad.wgrad == ROW.code
+        made = made._replace(wgrad=wgrad.wgrad, fast_wgrad=wgrad.fast_wgrad)
+        made = made._replace(e5m2_dy=made.e5m2_dy or e5m2)
+    return made
+
+
+def _alone(layer: Layer, product: str) -> int:
+    """What the backward call is told that makes dx or dw alone."""
+    if isinstance(layer, FP4Layer):
+        return layer.pack()
+    if isinstance(layer, BlockLayer):
+        of_dx = product == "dgrad"
+        return _blocks(None, layer if of_dx else None, None if of_dx else layer).pack()
+    return layer[1].pack()
+
+
+def _both(dgrad: Layer, wgrad: Layer) -> int | None:
+    """What one backward call is told that makes dx and dw; None where there is none: they are of
+    different kinds or take dy in different ways."""
+    if isinstance(dgrad, FP4Layer) and isinstance(wgrad, FP4Layer):
+        fields = "mx", "stochastic_dy", "scale_up_dy"
+        if any(getattr(dgrad, f) != getattr(wgrad, f) for f in fields):
+            return None
+        return dgrad._replace(rotate=wgrad.rotate).pack()
+    if isinstance(dgrad, BlockLayer) and isinstance(wgrad, BlockLayer):
+        if dgrad.dgrad == wgrad.wgrad == ROW.code and dgrad.e5m2_dy != wgrad.e5m2_dy:
+            return None
+        return _blocks(None, dgrad, wgrad).pack()
+    if _kind(dgrad) != "fp8" or _kind(wgrad) != "fp8":
+        return None
+    of_dx, of_dw = dgrad[1], wgrad[1]
+    if of_dx.dy_format != of_dw.dy_format:  # type: ignore[union-attr]
+        return None
+    return of_dx._replace(fast_wgrad=of_dw.fast_wgrad).pack()  # type: ignore[union-attr]
