@@ -18,15 +18,6 @@ from .reuse import Held
 from .settings import DB, DW, JOINS, NEED_DX, SAVE_X
 
 
-def _once_only() -> None:
-    # Not only where dy needs a gradient: dx depends on w, dw on x.
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(
-            "linear: expected to be differentiated once, got create_graph=True "
-            "(a quantized layer has no double backward)"
-        )
-
-
 class LinearFunction(torch.autograd.Function):
     """y [..., N] = x [..., K] w [N,K]^T + bias [N], and its three gradients.
 
@@ -61,7 +52,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        _once_only()
+        ops.refuse_double_backward()
         dx, dw, db = ops.linear_backward(dy, *ctx.saved_tensors, ctx.in_features, ctx.settings)
         need_dx, need_dw, need_db = ctx.needs
         return (
@@ -107,7 +98,7 @@ class DelayedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        _once_only()
+        ops.refuse_double_backward()
         grads = ops.delayed_linear_backward(
             dy, *ctx.saved_tensors, ctx.history, ctx.in_features, ctx.settings
         )

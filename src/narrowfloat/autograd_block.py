@@ -12,16 +12,6 @@ from .recipe import BlockRecipe
 from .settings import BLOCK_KEEP_W, DB, DW, NEED_DX, SAVE_X
 
 
-def once_only() -> None:
-    """RuntimeError where a second backward would follow. Not only where dy needs a gradient: dx
-    depends on w, dw on x."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(
-            "linear: expected to be differentiated once, got create_graph=True "
-            "(a quantized layer has no double backward)"
-        )
-
-
 class BlockLinearFunction(torch.autograd.Function):
     """y [..., N] = x [..., K] w [N,K]^T + bias [N] as a BlockRecipe says, and its three gradients.
 
@@ -59,6 +49,6 @@ class BlockLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        once_only()
+        ops.refuse_double_backward()
         grads = ops.block_linear_backward(dy, *ctx.saved_tensors, ctx.in_features, ctx.settings)
         return (*(g if need else None for g, need in zip(grads, ctx.needs, strict=True)), None)

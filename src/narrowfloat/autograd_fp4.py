@@ -41,12 +41,7 @@ def run_forward(
 
 def run_backward(ctx: Any, dy: Tensor, who: str) -> tuple[Tensor | None, ...]:
     """(dx, dw, db), None where not needed."""
-    # Not only where dy needs a gradient: dx depends on w, dw on x.
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(
-            f"{who}: expected to be differentiated once, got create_graph=True "
-            "(a quantized layer has no double backward)"
-        )
+    ops.refuse_double_backward(who)
     seed = ops.draw_seed(dy.device) if ctx.draws else None
     grads = ops.fp4_linear_backward(dy, *ctx.saved_tensors, seed, ctx.in_features, ctx.settings)
     return tuple(grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .autograd_block import once_only
 from .mixed import MixedLayer
 from .recipe import MixedRecipe, Recipe
 from .settings import BLOCK_KEEP_W, DB, DW, NEED_DX, SAVE_X
@@ -113,7 +112,7 @@ class MixedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        once_only()
+        ops.refuse_double_backward()
         mix, k, dtypes = ctx.mix, ctx.in_features, ctx.dtypes
         need_dx, need_dw, need_db = ctx.needs
         x, of_blocks, scale, w, of_w = ctx.saved_tensors

@@ -139,6 +139,16 @@ block_linear_forward = Operator(_ops.block_linear_forward.default)
 block_linear_backward = Operator(_ops.block_linear_backward.default)
 
 
+def refuse_double_backward(who: str = "linear") -> None:
+    """RuntimeError in a backward whose own gradient is wanted: no operator here has one. Not only
+    where dy needs a gradient: dx depends on w, dw on x."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{who}: expected to be differentiated once, got create_graph=True "
+            "(a quantized layer has no double backward)"
+        )
+
+
 def draw_seed(device: torch.device) -> Tensor:
     """What one call rounds stochastically by, int64 [2], from torch's generator of the device."""
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
