@@ -33,7 +33,7 @@ class Module(types.SimpleNamespace):
         )
 
 
-PLAN = (0, "ab" * 88, "cd" * 64, "d [1, 2] = ...", 10.0, 8.0)
+PLAN = (0, "ab" * 88, "cd" * 64, "d [1, 2] = ...", 10.0, 8.0, 9, 7, 6)
 
 
 @pytest.fixture
@@ -59,6 +59,9 @@ def test_a_file_goes_round(module: Module, tmp_path: pathlib.Path) -> None:
     with nf.tune(file):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["plans.json"]
+    (saved,) = json.loads(file.read_text())["plans"]
+    numbers = [saved[name] for name in ("first_us", "us", "offered", "tried", "right")]
+    assert numbers == [*PLAN[4:]]
     module.calls.clear()
     with nf.tune(file):  # for both devices of the name, before anything is measured
         assert module.calls == [
