@@ -102,15 +102,18 @@ bool measure_candidates(cublasLtHandle_t handle, Plan& plan, const Matmul& p, vo
   constexpr double kRunUs = 100;  // of one timed run, so that the events' own time is small
   const Offer offer = candidates_for(handle, plan, p, device, kMost);
   const std::vector<Candidate>& candidates = offer.safe;
+  cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
   const auto run = [&](const Candidate& c) {
-    return plan.launch(handle, p, c, workspace, stream) == CUBLAS_STATUS_SUCCESS;
+    status = plan.launch(handle, p, c, workspace, stream);
+    return status == CUBLAS_STATUS_SUCCESS;
   };
-  const auto first_failed = [&] {
-    throw std::runtime_error(message("narrowfloat: cublasLtMatmul failed for ", describe(p)));
+  const auto failed = [&] {
+    throw std::runtime_error(message("narrowfloat: cublasLtMatmul failed: ",
+                                     cublasLtGetStatusString(status), " for ", describe(p)));
   };
 
   // the first is the measure of the others
-  if (!run(candidates[0])) first_failed();
+  if (!run(candidates[0])) failed();
   const size_t bytes = static_cast<size_t>(p.a.rows * p.ldd * size_of(p.d_type));
   const PoolMemory first(bytes, stream);
   NF_CUDA(cudaMemcpyAsync(first.get(), p.d, bytes, cudaMemcpyDeviceToDevice, stream));
@@ -141,7 +144,7 @@ bool measure_candidates(cublasLtHandle_t handle, Plan& plan, const Matmul& p, vo
     NF_CUDA(cudaEventRecord(begin.value, stream));
     const auto start = std::chrono::steady_clock::now();
     for (int i = 0; i < times; ++i) {
-      if (!run(c)) first_failed();
+      if (!run(c)) failed();
     }
     const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - start;
     host_us = took.count() / times;

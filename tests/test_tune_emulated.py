@@ -46,7 +46,7 @@ class Tuned:
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self.loaded = loaded
         loaded.run_product.restype = ctypes.c_char_p
-        for name in ("plans", "last_algorithm", "saved"):
+        for name in ("plans", "last_algorithm", "pool", "saved"):
             getattr(loaded, name).restype = ctypes.c_int64
         loaded.pretend(*map(ctypes.c_int64, (90, 130100, 1, 1, 0)))
 
@@ -163,6 +163,24 @@ def test_zeros_are_not_measured(tuned: Tuned) -> None:
         assert tuned.run(zeros=True) == 0
         assert len(tuned.saved()) == known
         assert tuned.run() == 1
+    finally:
+        tuned.loaded.stop_tuning()
+
+
+def test_errors_leave_no_memory(tuned: Tuned) -> None:
+    """Neither one of a product nor that there is no room to compare; then it is measured."""
+    tuned.loaded.start_tuning()
+    try:
+        tuned.offer(algorithm(10, FAILS), algorithm(2))
+        with pytest.raises(RuntimeError, match="cublasLtMatmul failed: CUBLAS_STATUS"):
+            tuned.run()
+        tuned.offer(algorithm(10), algorithm(2))
+        tuned.loaded.pool(ctypes.c_int64(100))
+        with pytest.raises(RuntimeError, match=r"tune: expected \d+ bytes .* got none"):
+            tuned.run()
+        assert tuned.loaded.pool(ctypes.c_int64(1 << 40)) == 0
+        assert tuned.run() == 1
+        assert tuned.loaded.pool(ctypes.c_int64(1 << 40)) == 0
     finally:
         tuned.loaded.stop_tuning()
 

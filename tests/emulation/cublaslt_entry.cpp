@@ -1,7 +1,8 @@
-// Decides what cuBLASLt is for the tests of its one caller: a pretended library of a version, on a
-// device of a compute capability, that takes FP4 as NVIDIA documents it (cuBLAS, "Using the
-// cublasLt API", narrow precisions; "1D block scaling factors layout"), refuses what is not so, and
-// multiplies in fp64. Nothing here comes from csrc or the reference.
+// Decides what cuBLASLt is for the tests of its callers: a pretended library of a version, on a
+// device of a compute capability, that has the algorithms that a test makes up, takes FP4 as NVIDIA
+// documents it (cuBLAS, "Using the cublasLt API", narrow precisions; "1D block scaling factors
+// layout"), refuses what is not so, and multiplies in fp64. Nothing here comes from csrc or the
+// reference.
 #include "hold.h"
 #include "product.h"
 // torch's headers before it
@@ -19,6 +20,7 @@ namespace {
 int g_capability = 100;
 size_t g_version = 130100;
 bool g_offers = true, g_launches = true, g_capturing = false;
+int64_t g_pieces = 0, g_most_bytes = INT64_MAX;  // of the device's pool: taken, of one at most
 
 template <typename T>
 T read(const void* from) {
@@ -146,10 +148,13 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status)
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t) {
+  if (static_cast<int64_t>(bytes) > g_most_bytes) return cudaErrorMemoryAllocation;
   *memory = std::malloc(bytes);
+  ++g_pieces;
   return cudaSuccess;
 }
 cudaError_t cudaFreeAsync(void* memory, cudaStream_t) {
+  --g_pieces;
   std::free(memory);
   return cudaSuccess;
 }
@@ -426,6 +431,11 @@ int64_t plans(int64_t missed) {
 
 void offer(const Algorithm* algorithms, int64_t count) {
   g_algorithms.assign(algorithms, algorithms + count);
+}
+// How many pieces of the pool are taken; from now on one has so many bytes at most.
+int64_t pool(int64_t most_bytes) {
+  g_most_bytes = most_bytes;
+  return g_pieces;
 }
 int64_t last_algorithm() { return g_last; }
 void start_tuning() { narrowfloat::start_tuning(false); }
