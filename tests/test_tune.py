@@ -148,6 +148,10 @@ def test_a_layer_is_right_inside_and_after(cuda: str, recipe: str) -> None:
         inside = step()
     found = products() - known
     assert len(found) == 3, found
+    for _, _, _, product, first_us, us, offered, tried, right in _binary.module.plans():
+        if product in found:
+            assert offered >= tried >= right >= 1, (product, offered, tried, right)
+            assert 0 < us <= first_us, (product, first_us, us)
     with nf.tune():
         step()
     assert products() == known | found, "measured twice"
