@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -70,6 +71,15 @@ def test_a_file_goes_round(module: Module, tmp_path: pathlib.Path) -> None:
             ("start", False),
         ]
     assert nf.load_plans(file) == 1
+
+
+def test_processes_may_save_at_once(module: Module, tmp_path: pathlib.Path) -> None:
+    """Ranks that were given one file: whole files, no error, nothing beside."""
+    file = tmp_path / "plans.json"
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: nf.save_plans(file), range(400)))
+    assert nf.load_plans(file) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["plans.json"]
 
 
 @pytest.mark.parametrize("name", ["cublaslt", "driver"])

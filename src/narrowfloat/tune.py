@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -68,7 +69,8 @@ def _versions(module: ModuleType) -> dict[str, int]:
 def save_plans(file: PathLike) -> None:
     """Write all plans that this process measured or loaded, as JSON, with the versions they are
     good for, the microseconds of cuBLASLt's first choice and of the plan, and how many algorithms
-    cuBLASLt offered, were safe to try, and had the right result (0 of a plan that was loaded)."""
+    cuBLASLt offered, were safe to try, and had the right result (0 of a plan that was loaded).
+    Of several processes the last one's file stays."""
     module = _module("save_plans")
     plans = [
         {
@@ -85,7 +87,7 @@ def save_plans(file: PathLike) -> None:
         for device, key, algorithm, product, first, chosen, offered, tried, right in module.plans()
     ]
     path = pathlib.Path(file)
-    beside = path.with_name(path.name + ".tmp")  # in one move: no half file
+    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # in one move: no half file
     beside.write_text(json.dumps({**_versions(module), "plans": plans}, indent=1) + "\n")
     beside.replace(path)
 
