@@ -47,7 +47,8 @@ int driver_version() {
 py::list plans() {
   py::list list;
   for (const narrowfloat::SavedChoice& c : narrowfloat::saved_choices()) {
-    list.append(py::make_tuple(c.device, c.key, c.algorithm, c.what, c.first_us, c.chosen_us));
+    list.append(py::make_tuple(c.device, c.key, c.algorithm, c.what, c.first_us, c.chosen_us,
+                               c.offered, c.tried, c.right));
   }
   return list;
 }
@@ -82,7 +83,8 @@ PYBIND11_MODULE(_C, m) {
         "From now on products measure cuBLASLt's candidates, those before sm90 only if told to.");
   m.def("stop_tuning", &narrowfloat::stop_tuning, py::arg("older_devices"));
   m.def("plans", &plans,
-        "[(device, key, algorithm, product, first_us, us)] of all that were measured or loaded.");
+        "[(device, key, algorithm, product, first_us, us, offered, tried, right)] of all that were "
+        "measured or loaded; the numbers are 0 of those that were loaded.");
   m.def("load_plan", &narrowfloat::load_choice, py::arg("device"), py::arg("key"),
         py::arg("algorithm"), py::arg("product"), "A plan of another process, for a device.");
   m.def(

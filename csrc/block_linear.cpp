@@ -2,12 +2,10 @@
 // scaling.
 #include <algorithm>
 
-#include "block_quantize.h"
-#include "block_route.h"
+#include "block_operand.h"
 #include "cublaslt.h"
 #include "device.h"
-#include "ops.h"
-#include "product.h"
+#include "linear_operands.h"
 
 namespace narrowfloat {
 namespace {
@@ -21,6 +19,11 @@ constexpr int64_t kDyE5m2 = 1 << 9, kFastFprop = 1 << 11, kFastOfDgrad = 1 << 20
 Scaling scaling_of(int64_t code, const char* op) {
   NF_CHECK(code >= 0 && code <= 4, op, ": expected a scaling from 0 to 4, got ", code);
   return static_cast<Scaling>(code);
+}
+
+const char* name_of(Scaling s) {  // formats.py gives the same
+  constexpr const char* kNames[] = {"bf16", "row", "block", "block_pow2", "mx"};
+  return kNames[static_cast<int>(s)];
 }
 
 struct Choices {
@@ -53,8 +56,6 @@ Route route_on(Scaling scaling, int device, const char* op) {
   return route;
 }
 
-bool has_square(Scaling s) { return s == Scaling::block || s == Scaling::pow2; }
-
 BlockJob job_of(const Matrix& m) {
   BlockJob job{};
   job.x = m.owner.data_ptr();
@@ -63,159 +64,6 @@ BlockJob job_of(const Matrix& m) {
   job.row_stride = m.row_stride, job.col_stride = m.col_stride;
   return job;
 }
-
-// One operand of a product: what a side of a tensor becomes in the scratch, or bf16 as it lies.
-class Side {
- public:
-  Side() = default;
-
-  // side 0 of x [rows, cols], contracted along its columns, or 1, its transpose. square: w.
-  Side(const Matrix& x, int side, Scaling scaling, Route route, Element element, bool w,
-       Scratch& scratch)
-      : scaling_(scaling), route_(route), element_(element), square_(w && has_square(scaling)) {
-    size(side ? x.cols : x.rows, side ? x.rows : x.cols, scratch);
-  }
-
-  // Codes and scales that are there.
-  static Side saved(const void* codes, const void* scales, int64_t rows, int64_t cols,
-                    Scaling scaling, Route route, Scratch& scratch) {
-    Side s;
-    s.scaling_ = scaling, s.route_ = route;
-    s.codes_ = codes, s.scales_ = scales;
-    s.size(rows, cols, scratch);
-    return s;
-  }
-
-  // bf16 as it lies; on side 1 it is stored with the contracted dimension first.
-  static Side direct(const Matrix& x, int side) {
-    Side s;
-    s.direct_ = x.owner.data_ptr();
-    s.direct_ld_ = x.row_stride;
-    s.k_first_ = side == 1;
-    s.rows_ = side ? x.cols : x.rows, s.cols_ = side ? x.rows : x.cols;
-    return s;
-  }
-
-  bool made() const { return !direct_ && !codes_ && rows_ >= 0; }
-
-  void fill(BlockSide& side, const Scratch& scratch) const {
-    if (!made()) return;
-    side.form = operand() ? BlockForm::operand : BlockForm::codes;
-    side.scaling = scaling_;
-    side.element = element_;
-    side.square = square_;
-    side.data = scratch.at(first_);
-    if (!operand()) side.scales = scratch.at(scales_first_);
-  }
-
-  Element format() const { return operand() ? Element::bf16 : element_; }
-
-  Operand planned() const { return in_memory(kInScratch, kInScratch); }
-
-  // After its job has run: what is left to do to it, and where it is.
-  Operand in(const Scratch& scratch, const Launch& on) const {
-    const void* data = codes_ ? codes_ : scratch.at(first_);
-    const void* scales = codes_ ? scales_ : operand() ? nullptr : scratch.at(scales_first_);
-    if (codes_ && operand()) {
-      block_restore(scaling_, codes_, scales_, rows_, cols_, scratch.at(first_), on.stream);
-      data = scratch.at(first_);
-    }
-    if (route_ == Route::mx) {
-      block_spread_scales(scales, square_, rows_, cols_, scratch.at(mx_first_), on.stream);
-      scales = scratch.at(mx_first_);
-      if (widened_) {
-        const int64_t from = padded(cols_), to = padded32(cols_);
-        NF_CUDA(cudaMemsetAsync(scratch.at(wide_first_), 0, padded(rows_) * to, on.stream));
-        NF_CUDA(cudaMemcpy2DAsync(scratch.at(wide_first_), to, data, from, from, padded(rows_),
-                                  cudaMemcpyDeviceToDevice, on.stream));
-        data = scratch.at(wide_first_);
-      }
-    }
-    return in_memory(data, scales);
-  }
-
-  // Of Around::row_scales, after in().
-  const float* row_scales(const Scratch& scratch) const {
-    return static_cast<const float*>(codes_ ? scales_ : scratch.at(scales_first_));
-  }
-
- private:
-  bool operand() const { return route_ == Route::bf16 || scaling_ == Scaling::none; }
-
-  void size(int64_t rows, int64_t cols, Scratch& scratch) {
-    rows_ = rows, cols_ = cols;
-    if (operand()) {
-      first_ = scratch.add(padded(rows) * padded32(cols) * 2);
-      return;
-    }
-    if (!codes_) {
-      first_ = scratch.add(padded(rows) * codes_cols(scaling_, cols));
-      scales_first_ = scratch.add(scale_bytes(scaling_, square_, rows, cols));
-    }
-    if (route_ == Route::mx) {
-      mx_first_ = scratch.add(mx_scale_bytes(rows, cols));
-      widened_ = padded(cols) % 32 != 0;
-      if (widened_) wide_first_ = scratch.add(padded(rows) * padded32(cols));
-    }
-  }
-
-  Operand in_memory(const void* data, const void* scales) const {
-    Operand o{};
-    o.rows = rows_;
-    o.format = format();
-    if (direct_) {
-      o.q = direct_, o.ld = direct_ld_, o.k_first = k_first_;
-      return o;
-    }
-    o.q = data;
-    if (operand()) {
-      o.ld = padded32(cols_);
-      return o;
-    }
-    o.ld = widened_ ? padded32(cols_) : codes_cols(scaling_, cols_);
-    if (route_ == Route::epilogue) return o;
-    o.scale = scales;
-    o.mode = scaling_ == Scaling::row                         ? ScaleMode::row
-             : route_ == Route::mx || scaling_ == Scaling::mx ? ScaleMode::vec32_ue8m0
-             : square_                                        ? ScaleMode::square128
-                                                              : ScaleMode::vec128;
-    return o;
-  }
-
-  Scaling scaling_ = Scaling::none;
-  Route route_ = Route::native;
-  Element element_ = Element::e4m3;
-  bool square_ = false, k_first_ = false, widened_ = false;
-  const void *codes_ = nullptr, *scales_ = nullptr, *direct_ = nullptr;
-  int64_t rows_ = -1, cols_ = 0, direct_ld_ = 0;
-  int64_t first_ = 0, scales_first_ = 0, mx_first_ = 0, wide_first_ = 0;
-};
-
-// bf16 whose rows start on 16 bytes and are whole 16-byte words.
-bool lies_well(const Matrix& x) {
-  return x.type == Real::bf16 && x.col_stride == 1 && x.row_stride % 8 == 0 && x.cols % 8 == 0 &&
-         x.row_stride >= x.cols && reinterpret_cast<uintptr_t>(x.owner.data_ptr()) % 16 == 0;
-}
-
-Around around(Scaling scaling, Route route) {
-  if (route == Route::epilogue) return Around::row_scales;
-  return route == Route::native && has_square(scaling) ? Around::padded_rows : Around::nothing;
-}
-
-// A product and its operands, a [m,k] and b [n,k].
-struct Step {
-  Product product;
-  Side a, b;
-  bool row_scales = false;
-
-  int64_t workspace(void* d, const Launch& on) const {
-    return product.workspace(a.planned(), b.planned(), d, on);
-  }
-  void run(void* d, const Scratch& scratch, int64_t workspace, const Launch& on) {
-    if (row_scales) product.set_row_scales(a.row_scales(scratch), b.row_scales(scratch));
-    product.run(a.in(scratch, on), b.in(scratch, on), d, scratch, workspace, on);
-  }
-};
 
 void check_saved(const Tensor& codes, const Tensor& scales, Scaling scaling, int64_t rows,
                  int64_t cols, const char* op) {
@@ -284,11 +132,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_quantize_op(const Tensor& x, in
     const Element element = bits & kE5m2 ? Element::e5m2 : Element::e4m3;
     const int64_t rows = k ? m.cols : m.rows, cols = k ? m.rows : m.cols;
     NF_CHECK(!operand || power_of_two(scaling), op,
-             ": expected powers of two as scales of a bf16 operand (code x scale is no bf16 with "
-             "fp32 scales)");
+             ": expected powers of two as scales of a bf16 operand, got ", name_of(scaling),
+             " (code x scale is no bf16 with fp32 scales)");
     NF_CHECK(element == Element::e4m3 || scaling == Scaling::row, op,
-             ": expected e5m2 with scales by row");
-    NF_CHECK(!square || has_square(scaling), op, ": expected squares with blocks of 128");
+             ": expected e5m2 with scales by row, got ", name_of(scaling));
+    NF_CHECK(!square || has_square(scaling), op, ": expected squares with blocks of 128, got ",
+             name_of(scaling));
     if (scaling == Scaling::none) {
       made.push_back(Returned::none(on.device));
     } else if (operand) {
@@ -312,15 +161,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_linear_forward(const Tensor& x,
                                                                 std::optional<Tensor> bias,
                                                                 int64_t settings) {
   constexpr const char* op = "linear";
-  NF_CHECK(x.is_cuda(), op, ": expected ", w.is_cuda() ? "w" : "bias",
-           " on cpu as x is, got cuda (move one of them)");
-  const Launch on(x, op, "x");
-  check_same_device(w, x, op, "w");
-  NF_CHECK(w.dim() == 2, op, ": expected w [N,K], got ", w.dim(), " dimensions ", shape_of(w));
-  const Matrix xm(x, op, "x"), wm(w, op, "w");
+  const ForwardOperands given(x, w, op);
+  const Launch& on = given.on;
+  const Matrix &xm = given.x, &wm = given.w;
   const int64_t m = xm.rows, k = xm.cols, n = wm.rows;
-  NF_CHECK(w.size(1) == k, op, ": expected x [..., K] and w [N,K] with one K, got ", shape_of(x),
-           " and ", shape_of(w), " (w is multiplied transposed)");
   const Choices choices(settings, op);
   const Scaling scaling = choices.fprop;
   const Route route = route_on(scaling, on.device, op);
@@ -345,15 +189,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_linear_forward(const Tensor& x,
   fprop.row_scales = route == Route::epilogue;
   fprop.product = Product(m, n, k, xm.type, choices.fast_fprop, scratch, fprop.a.format(),
                           around(scaling, route));
-  std::optional<Tensor> bias_owner;
-  if (bias) {
-    check_same_device(*bias, x, op, "bias");
-    NF_CHECK(bias->dim() == 1 && bias->size(0) == n, op, ": expected bias [", n, "], got ",
-             shape_of(*bias));
-    bias_owner = bias->is_contiguous() ? *bias : torch::stable::contiguous(*bias);
-    fprop.product.plan_bias(bias_owner->data_ptr(), real_of(bias->scalar_type(), op, "bias"),
-                            scratch);
-  }
+  const std::optional<Tensor> own_bias = bias_for(bias, n, x, op);
+  if (own_bias) fprop.product.plan_bias(*own_bias, op, scratch);
   const int64_t workspace = scratch.add(fprop.workspace(y.data_ptr(), on));
   BlockJob xj = job_of(xm), wj = job_of(wm);
   if (save_x) columns.fill(xj.side[1], choices.wgrad, Element::e4m3, false);
@@ -393,11 +230,7 @@ std::tuple<Tensor, Tensor, Tensor> block_linear_backward(const Tensor& dy, std::
   std::optional<Matrix> wm, xm;
   const uint32_t* w_amax = nullptr;
   if (need_dx) {
-    NF_CHECK(w, op, ": expected w for dx, got none");
-    check_same_device(*w, dy, op, "w");
-    NF_CHECK(w->dim() == 2 && w->size(0) == n && w->size(1) == k, op, ": expected w (", n, ", ", k,
-             ") for dy [..., ", n, "], got ", shape_of(*w));
-    wm.emplace(*w, op, "w");
+    wm = weight_for_dx(w, dy, n, k, op);
     if (w_columns && w_columns->numel() > 0 && choices.dgrad == Scaling::row) {
       check_same_device(*w_columns, dy, op, "w_columns_amax");
       NF_CHECK(w_columns->numel() == padded(k) && w_columns->is_contiguous() &&

@@ -18,6 +18,8 @@ std::atomic<int64_t> g_hits{0}, g_misses{0};
 
 // Handle and plans of one thread for one device: nothing is locked or shared.
 class Context {
+  using Plans = std::unordered_map<Key, std::unique_ptr<Plan>, KeyHash>;
+
  public:
   int64_t workspace_for(const Matmul& p, int device, cudaStream_t stream) {
     Plan& plan = find(p, device, stream);
@@ -44,16 +46,28 @@ class Context {
  private:
   Plan& find(const Matmul& p, int device, cudaStream_t stream) {
     const Key key = key_of(p);
-    const auto found = plans_.find(key);
+    auto found = plans_.find(key);
+    if (found == plans_.end()) {
+      if (auto older = older_.extract(key)) found = add(key, std::move(older.mapped()));
+    }
     if (found != plans_.end()) {
       g_hits.fetch_add(1, std::memory_order_relaxed);
       return *found->second;
     }
     g_misses.fetch_add(1, std::memory_order_relaxed);
-    // Token counts that never repeat would fill it without end; a plan is made anew in 0.2 ms.
+    return *add(key, make(p, device, stream))->second;
+  }
+
+  // Token counts that never repeat would fill it without end; a plan is made anew in 0.2 ms. Only
+  // those go that were not met while as many others came: a plan that a call has the workspace for
+  // is still there at its launch.
+  Plans::iterator add(const Key& key, std::unique_ptr<Plan> plan) {
     constexpr size_t kMostPlans = 4096;
-    if (plans_.size() >= kMostPlans) plans_.clear();
-    return *plans_.emplace(key, make(p, device, stream)).first->second;
+    if (plans_.size() >= kMostPlans) {
+      older_ = std::move(plans_);
+      plans_.clear();
+    }
+    return plans_.emplace(key, std::move(plan)).first;
   }
 
   std::unique_ptr<Plan> make(const Matmul& p, int device, cudaStream_t stream) {
@@ -67,23 +81,22 @@ class Context {
           describe(p)));
     }
     auto plan = std::make_unique<Plan>(p);
-    plan->chosen = candidates_for(handle(), *plan, p, device, 1).front();
+    plan->chosen = candidates_for(handle(), *plan, p, device, 1).safe.front();
     return plan;
   }
 
   // What another thread measured, or another process.
   void take_choice(Plan& plan, const Matmul& p, int device) {
-    plan.choices_seen = choices();
+    const int64_t seen = choices();
     std::optional<Candidate> choice = choice_for(key_of(p), device);
-    if (!choice) return;
-    if (!takes(handle(), plan, *choice, device)) {
+    if (choice && !takes(handle(), plan, *choice, device)) {
       throw std::runtime_error(message(
-          "narrowfloat: a plan that was loaded is none for this cuBLASLt (delete the file of plans "
-          "and measure again): ",
+          "narrowfloat: expected a plan that this cuBLASLt takes, got one that it refuses from a "
+          "file (delete the file of plans and measure again), for ",
           describe(p)));
     }
-    plan.chosen = *choice;
-    plan.measured = true;
+    if (choice) plan.chosen = *choice, plan.measured = true;
+    plan.choices_seen = seen;
   }
 
   cublasLtHandle_t handle() {
@@ -99,7 +112,7 @@ class Context {
   }
 
   Handle<cublasLtHandle_t, cublasLtDestroy> handle_;
-  std::unordered_map<Key, std::unique_ptr<Plan>, KeyHash> plans_;
+  Plans plans_, older_;
 };
 
 Context& context(int device) {

@@ -65,6 +65,18 @@ int32_t splits_of(const cublasLtMatmulAlgo_t& algorithm) {
   return splits;
 }
 
+// How it adds up parts of K; what does not say counts as the worst.
+uint32_t reduction_of(const cublasLtMatmulAlgo_t& algorithm) {
+  uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_MASK;
+  size_t written = 0;
+  if (cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME,
+                                           &scheme, sizeof scheme,
+                                           &written) != CUBLAS_STATUS_SUCCESS) {
+    return CUBLASLT_REDUCTION_SCHEME_MASK;
+  }
+  return scheme;
+}
+
 bool splits_safely(int32_t splits, int64_t k) {
   return splits <= 1 || k % splits == 0 || k / splits % 32 != 0;
 }
@@ -73,6 +85,37 @@ template <typename V>
 void configure(cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute,
                const V& v) {
   NF_CUBLAS(cublasLtMatmulAlgoConfigSetAttribute(&algorithm, attribute, &v, sizeof v));
+}
+
+// Up to `count` algorithms of these ways to add up parts of K, as cuBLASLt orders them.
+std::vector<Candidate> ask(cublasLtHandle_t handle, const Plan& plan, const Matmul& p, int device,
+                           uint32_t reductions, int count) {
+  Preference preference;
+  preference.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, most_workspace(device));
+  preference.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reductions);
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(p.b.q));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(p.a.q));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(p.d));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(p.d));
+  std::vector<cublasLtMatmulHeuristicResult_t> results(count);
+  int found = 0;
+  if (cublasLtMatmulAlgoGetHeuristic(handle, plan.descriptor.value, plan.a.value, plan.b.value,
+                                     plan.d.value, plan.d.value, preference.value, count,
+                                     results.data(), &found) != CUBLAS_STATUS_SUCCESS) {
+    found = 0;
+  }
+  std::vector<Candidate> candidates;
+  for (int i = 0; i < found; ++i) {
+    if (results[i].state != CUBLAS_STATUS_SUCCESS) continue;
+    candidates.push_back({results[i].algo, results[i].workspaceSize});
+  }
+  return candidates;
+}
+
+bool among(const Candidate& candidate, const std::vector<Candidate>& known) {
+  return std::any_of(known.begin(), known.end(), [&](const Candidate& k) {
+    return std::memcmp(&k.algorithm, &candidate.algorithm, sizeof k.algorithm) == 0;
+  });
 }
 
 }  // namespace
@@ -179,50 +222,44 @@ bool takes(cublasLtHandle_t handle, const Plan& plan, Candidate& candidate, int 
   return true;
 }
 
-std::vector<Candidate> candidates_for(cublasLtHandle_t handle, const Plan& plan, const Matmul& p,
-                                      int device, int most) {
-  Preference preference;
-  preference.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, most_workspace(device));
-  preference.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-                 static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(p.b.q));
-  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(p.a.q));
-  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(p.d));
-  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(p.d));
+Offer candidates_for(cublasLtHandle_t handle, const Plan& plan, const Matmul& p, int device,
+                     int most) {
+  constexpr uint32_t kInFp32 = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;  // or not in parts at all
   constexpr int kAsked = 8;
-  std::vector<cublasLtMatmulHeuristicResult_t> offered(kAsked);
-  int count = 0;
-  if (cublasLtMatmulAlgoGetHeuristic(handle, plan.descriptor.value, plan.a.value, plan.b.value,
-                                     plan.d.value, plan.d.value, preference.value, kAsked,
-                                     offered.data(), &count) != CUBLAS_STATUS_SUCCESS) {
-    count = 0;
-  }
-  std::vector<Candidate> safe;
+  Offer offer;
+  const std::vector<Candidate> first = ask(handle, plan, p, device, kInFp32, kAsked);
   std::string splits;
-  for (int i = 0; i < count && static_cast<int>(safe.size()) < most; ++i) {
-    if (offered[i].state != CUBLAS_STATUS_SUCCESS) continue;
-    const int32_t number = splits_of(offered[i].algo);
-    if (splits_safely(number, p.k)) {
-      safe.push_back({offered[i].algo, offered[i].workspaceSize});
-    } else {
+  for (const Candidate& c : first) {
+    const int32_t number = splits_of(c.algorithm);
+    if (!splits_safely(number, p.k)) {
       splits += message(splits.empty() ? "" : ", ", number);
+    } else if (static_cast<int>(offer.safe.size()) < most) {
+      offer.safe.push_back(c);
     }
   }
-  for (int i = 0; i < count && safe.empty(); ++i) {  // the first that runs without its split
-    if (offered[i].state != CUBLAS_STATUS_SUCCESS) continue;
-    Candidate whole{offered[i].algo, 0};
+  for (Candidate whole : first) {  // the first that runs without its split
+    if (!offer.safe.empty()) break;
     configure(whole.algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, int32_t{1});
     configure(whole.algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME,
               static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_NONE));
-    if (takes(handle, plan, whole, device)) safe.push_back(whole);
+    if (takes(handle, plan, whole, device)) offer.safe.push_back(whole);
   }
-  if (safe.empty()) {
+  if (offer.safe.empty()) {
     throw std::runtime_error(
         message("narrowfloat: cuBLASLt offers no algorithm for ", describe(p),
                 splits.empty() ? "" : " but those that split K unsafely, into ", splits,
                 ". CUBLASLT_LOG_LEVEL=5 makes it say why"));
   }
-  return safe;
+  offer.offered = static_cast<int>(first.size());
+  if (most == 1) return offer;
+  for (const Candidate& c : ask(handle, plan, p, device, CUBLASLT_REDUCTION_SCHEME_MASK, most)) {
+    if (among(c, first)) continue;
+    ++offer.offered;
+    const bool safe =
+        splits_safely(splits_of(c.algorithm), p.k) && (reduction_of(c.algorithm) & ~kInFp32) == 0;
+    if (safe && static_cast<int>(offer.safe.size()) < most) offer.safe.push_back(c);
+  }
+  return offer;
 }
 
 }  // namespace narrowfloat

@@ -98,8 +98,7 @@ struct Plan {
   Descriptor descriptor;
   Layout a, b, d;
   Candidate chosen{};
-  bool to_measure =
-      false;  // at its next launch, whose workspace is large enough for every candidate
+  bool to_measure = false;  // at its next launch, whose workspace is most_workspace()
   bool measured = false;
   int64_t choices_seen = -1;  // how many had been measured or loaded when `chosen` was looked up
 
@@ -113,11 +112,17 @@ struct Plan {
 // input to the choice, and so to the bits.
 size_t most_workspace(int device);
 
-// The algorithms that cuBLASLt offers and that are safe, its favourite first, up to `most`; at
-// least one, or it throws with the whole problem. Each sums in fp32 and in an order of its own that
-// is always the same: none adds up parts of K in the output's type or as they come.
-std::vector<Candidate> candidates_for(cublasLtHandle_t handle, const Plan& plan,
-                                      const Matmul& problem, int device, int most);
+struct Offer {
+  std::vector<Candidate> safe;  // cuBLASLt's favourite first
+  int offered = 0;              // those that are not safe too
+};
+
+// Up to `most` algorithms that cuBLASLt offers and that are safe; at least one, or it throws with
+// the whole problem. Each sums in fp32 and in an order of its own that is always the same: none
+// adds up parts of K in the output's type or as they come. With `most` above 1 cuBLASLt is asked a
+// second time, without being told so: what it then offers is looked at here.
+Offer candidates_for(cublasLtHandle_t handle, const Plan& plan, const Matmul& problem, int device,
+                     int most);
 
 // Is this algorithm of another run one for the plan here too? Its workspace then is what it needs.
 bool takes(cublasLtHandle_t handle, const Plan& plan, Candidate& candidate, int device);

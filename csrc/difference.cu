@@ -33,18 +33,30 @@ __global__ void __launch_bounds__(kDifferenceThreads)
 
 }  // namespace
 
+PoolMemory::PoolMemory(size_t bytes, cudaStream_t stream) : stream_(stream) {
+  const cudaError_t status = cudaMallocAsync(&memory_, bytes, stream);
+  if (status == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    throw std::runtime_error(message("tune: expected ", bytes,
+                                     " bytes of the device beside what torch holds, to compare "
+                                     "results, got none (torch.cuda.empty_cache() before it)"));
+  }
+  check_cuda(status, "cudaMallocAsync");
+}
+
+PoolMemory::~PoolMemory() { cudaFreeAsync(memory_, stream_); }
+
 void difference(const void* first, const void* second, Real type, int64_t rows, int64_t cols,
                 int64_t ld, double& norm, double& apart, cudaStream_t stream) {
-  double* sums = nullptr;
   double both[2] = {};
-  NF_CUDA(cudaMallocAsync(&sums, sizeof both, stream));
+  const PoolMemory memory(sizeof both, stream);
+  double* const sums = static_cast<double*>(memory.get());
   NF_CUDA(cudaMemsetAsync(sums, 0, sizeof both, stream));
   const int blocks = static_cast<int>(rows < 1024 ? rows : 1024);
   narrowfloat_difference<<<blocks, kDifferenceThreads, 0, stream>>>(first, second, type, rows, cols,
                                                                     ld, sums);
   NF_CUDA(cudaGetLastError());
   NF_CUDA(cudaMemcpyAsync(both, sums, sizeof both, cudaMemcpyDeviceToHost, stream));
-  NF_CUDA(cudaFreeAsync(sums, stream));
   NF_CUDA(cudaStreamSynchronize(stream));
   norm = both[0], apart = both[1];
 }

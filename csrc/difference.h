@@ -3,11 +3,26 @@
 
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "quantize.h"
 
 namespace narrowfloat {
+
+// Memory of the device's own pool, given back when the stream passes the end of its scope.
+class PoolMemory {
+ public:
+  PoolMemory(size_t bytes, cudaStream_t stream);
+  PoolMemory(const PoolMemory&) = delete;
+  PoolMemory& operator=(const PoolMemory&) = delete;
+  ~PoolMemory();
+  void* get() const { return memory_; }
+
+ private:
+  cudaStream_t stream_;
+  void* memory_ = nullptr;
+};
 
 // norm = sum of first^2, apart = sum of (second - first)^2 over [rows, cols], leading dimension ld.
 // Waits for the stream.

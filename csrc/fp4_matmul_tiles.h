@@ -98,6 +98,14 @@ constexpr int kArrangeThreads = 256;
 // Can this device run it? Its kernels have a body for sm90a alone.
 bool has_fp4_tiles(int device);
 
+// Do its kernels count in 32 bits all that there is?
+constexpr bool fits_fp4_tiles(int64_t tokens, int64_t n, int64_t k) {
+  constexpr int64_t kMost = int64_t{1} << 30;
+  return tokens <= kMost && n <= kMost && k <= kMost &&
+         (tokens + 127) * (k + kUnitCols - 1) / 8 <= kMost &&  // threads that put x in order
+         (tokens + 127) / 16 * ((n + 127) / 128) <= kMost;     // tiles
+}
+
 FP4TilesPlan plan_fp4_tiles(int multiprocessors, int64_t tokens, int64_t n, int64_t k);
 // A plan of this shape; cost is infinite where there is none. split: blocks a tile of those that
 // are shared, at most.

@@ -74,7 +74,7 @@ void fp4_quantize(const Fp4Job& job, void* scratch, int device, cudaStream_t str
   // places in a row of bf16 are 32 bits, in bytes
   constexpr int64_t kMost = (int64_t{1} << 31) - 1024;
   NF_CHECK(job.rows <= kMost && job.cols <= kMost, "fp4: expected at most ", kMost,
-           " rows and columns, got ", job.rows, " x ", job.cols);
+           " rows and columns, got ", job.rows, " x ", job.cols, " (split the tensor)");
   const Partials partials = partials_of(job, device);
   auto* words = static_cast<uint32_t*>(scratch);
   const int blocks = partials.shape.blocks;

@@ -111,7 +111,8 @@ void in_tiles(const FP4Matmul& job, const FP4TilesPlan& plan, const Launch& on) 
 // The way that costs least, as measured on an H200: see benchmarks/README.md.
 void multiply(const FP4Matmul& job, const Launch& on) {
   const bool few = job.m <= kFewTokens;
-  if (job.k > 0 && job.m > kVeryFewTokens && has_fp4_tiles(on.device)) {
+  if (job.k > 0 && job.m > kVeryFewTokens && fits_fp4_tiles(job.m, job.n, job.k) &&
+      has_fp4_tiles(on.device)) {
     // up to 16 tokens the kernel for few starts sooner, and reads weights more slowly
     const bool tiles = job.m > 16 || job.n * job.k > kManyWeights;
     const FP4TilesPlan plan =
@@ -140,7 +141,10 @@ Tensor fp4_weight_matmul(const Tensor& x, const Tensor& packed, const Tensor& sc
   }
   check(x, packed, scale, bias, n, m->cols);
   if (bias && !bias->is_contiguous()) bias = torch::stable::contiguous(*bias);
-  if (m->col_stride != 1) m.emplace(torch::stable::contiguous(x), kOp, "x");
+  // expanded rows too: a product and a copy want rows apart
+  if (m->col_stride != 1 || (m->rows > 1 && m->row_stride < m->cols)) {
+    m.emplace(torch::stable::contiguous(x), kOp, "x");
+  }
   Tensor y = empty(with_last(x, n), out_dtype, on.device);
 
   FP4Matmul job{};

@@ -339,10 +339,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   for (int j = 0; j < p.count; ++j) {
     const JobParams& job = p.job[j];
     float multiplier = 0.f;
-    if (job.scale_given) {
-      multiplier = job.scale[1];
+    bool known = job.scale_given;
+    if (known) {
+      multiplier = job.scale[1];  // 0 or NaN too
     } else if (const float covered = covered_by(job.history); covered > 0.f) {
       multiplier = scale_from_amax(__float_as_uint(covered), job.format).y;
+      known = true;
     }
     Amax<T> amax;
     const OwnTiles own(job);
@@ -358,7 +360,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         }
       }
       if (job.sum_partials) sum_tile(job, tile, share, reinterpret_cast<float*>(shared));
-      if (multiplier > 0.f) write_tile(job, tile, share, multiplier, shared);
+      if (known) write_tile(job, tile, share, multiplier, shared);
     }
     if (job.scale_given) continue;
     __syncthreads();  // of the job before, `reduce` has been read

@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <map>
 #include <mutex>
 
 #include "device.h"
 #include "difference.h"
+#include "hold.h"
 
 namespace narrowfloat {
 namespace {
@@ -20,7 +22,8 @@ std::atomic<int64_t> g_choices{0};
 struct Choice {
   Candidate candidate;
   std::string what;
-  double first_us, chosen_us;
+  double first_us = 0, chosen_us = 0;
+  int offered = 0, tried = 0, right = 0;
 };
 
 struct KeyOrder {
@@ -36,10 +39,12 @@ std::map<std::pair<int, Key>, Choice, KeyOrder>& table() {
   return choices;
 }
 
-void keep(int device, const Key& key, Choice choice) {
+// What all threads have from now on: the first, where two measured at once.
+Candidate keep(int device, const Key& key, Choice choice) {
   const std::lock_guard lock(g_mutex);
-  table()[{device, key}] = std::move(choice);
-  g_choices.fetch_add(1);
+  const auto [at, fresh] = table().try_emplace({device, key}, std::move(choice));
+  if (fresh) g_choices.fetch_add(1);
+  return at->second.candidate;
 }
 
 template <typename T>
@@ -69,23 +74,6 @@ void from_hex(const std::string& text, T& value, const char* name) {
   std::memcpy(&value, bytes.data(), sizeof value);
 }
 
-// A copy of a product's result.
-class Copy {
- public:
-  Copy(const void* of, size_t bytes, cudaStream_t stream) : stream_(stream) {
-    NF_CUDA(cudaMallocAsync(&memory_, bytes, stream));
-    NF_CUDA(cudaMemcpyAsync(memory_, of, bytes, cudaMemcpyDeviceToDevice, stream));
-  }
-  Copy(const Copy&) = delete;
-  Copy& operator=(const Copy&) = delete;
-  ~Copy() { cudaFreeAsync(memory_, stream_); }
-  const void* get() const { return memory_; }
-
- private:
-  cudaStream_t stream_;
-  void* memory_ = nullptr;
-};
-
 // Two sums of the same products in fp32, rounded to 8 bits, differ by about 2^-10 of their norm; a
 // candidate that drops part of K by orders more.
 constexpr double kSame = 1e-2;
@@ -109,21 +97,26 @@ void stop_tuning(bool older_devices) {
 
 bool measure_candidates(cublasLtHandle_t handle, Plan& plan, const Matmul& p, void* workspace,
                         int device, cudaStream_t stream) {
-  constexpr int kMost = 8, kRounds = 7;
+  constexpr int kMost = 16, kRounds = 7;
   constexpr double kGain = .98;   // of the first one's time
   constexpr double kRunUs = 100;  // of one timed run, so that the events' own time is small
-  std::vector<Candidate> candidates = candidates_for(handle, plan, p, device, kMost);
+  const Offer offer = candidates_for(handle, plan, p, device, kMost);
+  const std::vector<Candidate>& candidates = offer.safe;
+  cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
   const auto run = [&](const Candidate& c) {
-    return plan.launch(handle, p, c, workspace, stream) == CUBLAS_STATUS_SUCCESS;
+    status = plan.launch(handle, p, c, workspace, stream);
+    return status == CUBLAS_STATUS_SUCCESS;
   };
-  const auto first_failed = [&] {
-    throw std::runtime_error(message("narrowfloat: cublasLtMatmul failed for ", describe(p)));
+  const auto failed = [&] {
+    throw std::runtime_error(message("narrowfloat: cublasLtMatmul failed: ",
+                                     cublasLtGetStatusString(status), " for ", describe(p)));
   };
 
   // the first is the measure of the others
-  if (!run(candidates[0])) first_failed();
+  if (!run(candidates[0])) failed();
   const size_t bytes = static_cast<size_t>(p.a.rows * p.ldd * size_of(p.d_type));
-  const Copy first(p.d, bytes, stream);
+  const PoolMemory first(bytes, stream);
+  NF_CUDA(cudaMemcpyAsync(first.get(), p.d, bytes, cudaMemcpyDeviceToDevice, stream));
   double norm = 0, apart = 0;
   const auto compare = [&] {
     difference(first.get(), p.d, p.d_type, p.a.rows, p.b.rows, p.ldd, norm, apart, stream);
@@ -141,13 +134,20 @@ bool measure_candidates(cublasLtHandle_t handle, Plan& plan, const Matmul& p, vo
     if (apart <= kSame * kSame * norm) right.push_back(candidates[i]);  // NaN is not
   }
 
-  // in turns, so that what drifts is the same for all
+  // In turns, so that what drifts is the same for all. The stream is held until all launches of a
+  // run are in line: a short product would else take as long as the host needs to launch it, and
+  // all candidates the same.
   Event begin, end;
+  double host_us = 0;  // of a launch
   const auto time = [&](const Candidate& c, int times) {
+    hold(1.5 * host_us * times + 20, stream);
     NF_CUDA(cudaEventRecord(begin.value, stream));
+    const auto start = std::chrono::steady_clock::now();
     for (int i = 0; i < times; ++i) {
-      if (!run(c)) first_failed();
+      if (!run(c)) failed();
     }
+    const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - start;
+    host_us = took.count() / times;
     NF_CUDA(cudaEventRecord(end.value, stream));
     NF_CUDA(cudaEventSynchronize(end.value));
     float ms = 0;
@@ -167,8 +167,10 @@ bool measure_candidates(cublasLtHandle_t handle, Plan& plan, const Matmul& p, vo
   }
   size_t best = std::min_element(median.begin(), median.end()) - median.begin();
   if (median[best] > kGain * median[0]) best = 0;
-  plan.chosen = right[best];
-  keep(device, key_of(p), {right[best], describe(p), median[0], median[best]});
+  const auto count = [](const auto& of) { return static_cast<int>(of.size()); };
+  plan.chosen = keep(device, key_of(p),
+                     {right[best], describe(p), median[0], median[best], offer.offered,
+                      count(candidates), count(right)});
   return true;
 }
 
@@ -186,7 +188,8 @@ std::vector<SavedChoice> saved_choices() {
   std::vector<SavedChoice> saved;
   for (const auto& [at, choice] : table()) {
     saved.push_back({at.first, to_hex(at.second), to_hex(choice.candidate.algorithm), choice.what,
-                     choice.first_us, choice.chosen_us});
+                     choice.first_us, choice.chosen_us, choice.offered, choice.tried,
+                     choice.right});
   }
   return saved;
 }
@@ -194,10 +197,12 @@ std::vector<SavedChoice> saved_choices() {
 void load_choice(int device, const std::string& key, const std::string& algorithm,
                  const std::string& what) {
   Key k;
-  Choice choice{{}, what, 0, 0};
+  Choice choice{{}, what};
   from_hex(key, k, "key");
   from_hex(algorithm, choice.candidate.algorithm, "algorithm");
-  keep(device, k, std::move(choice));
+  const std::lock_guard lock(g_mutex);
+  table().insert_or_assign({device, k}, std::move(choice));
+  g_choices.fetch_add(1);
 }
 
 }  // namespace narrowfloat

@@ -110,7 +110,7 @@ class Library:
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder, flags = tmp_path_factory.mktemp("cublaslt_emulation"), emulated.with_host_code()
-    return emulated.build(folder, "cublaslt_entry.cpp", ["epilogue"], flags)
+    return emulated.build(folder, "cublaslt_entry.cpp", ["difference", "epilogue"], flags)
 
 
 @pytest.fixture

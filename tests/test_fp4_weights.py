@@ -203,7 +203,7 @@ def test_few_tokens(device: str, m: int, n: int, k: int) -> None:
 @pytest.mark.parametrize("out_dtype", [torch.float32, BF16, torch.float16])
 @pytest.mark.parametrize("m", [1, 9, 30, 64, 65, 200])
 def test_layouts_of_x(device: str, m: int, out_dtype: torch.dtype) -> None:
-    """Rows apart, rows off 16 bytes, columns first, more dimensions, no rows."""
+    """Rows apart, rows off 16 bytes, columns first, one row for all, more dimensions, no rows."""
     n, k = 100, 344
     codes, scales = weights(n, k, device)
     packed = fp4_weights.pack(codes, scales, n, k)
@@ -221,6 +221,9 @@ def test_layouts_of_x(device: str, m: int, out_dtype: torch.dtype) -> None:
     across = x.t().contiguous().t()
     y = fp4_weight_matmul_op(across, packed, scale, None, n, out_dtype, False)
     assert relative_error(y, exact(x, w, scale, None)) < rounding
+    one = x[:1].expand(m, k)
+    y = fp4_weight_matmul_op(one, packed, scale, None, n, out_dtype, False)
+    assert relative_error(y, exact(one, w, scale, None)) < rounding
     y = fp4_weight_matmul_op(x.view(m, 1, k), packed, scale, None, n, out_dtype, False)
     assert y.shape == (m, 1, n) and relative_error(y[:, 0], exact(x, w, scale, None)) < rounding
     assert fp4_weight_matmul_op(x[:0], packed, scale, None, n, out_dtype, False).shape == (0, n)

@@ -301,6 +301,20 @@ def test_two_tensors_by_history(run, on: Device) -> None:
             c.check(f"dy {first}"), d.check("w again")
 
 
+@pytest.mark.parametrize("special", [float("nan"), float("inf")])
+def test_a_given_scale_that_is_not_finite_beside_a_history(run, special: float) -> None:
+    """w's codes are written though its scale of before restores nothing: none is left as it was."""
+    w = torch.randn(136, 72)
+    w[7, 5] = special
+    scale = reference.quantize(w, 0, True, True)[2]
+    dy = torch.randn(140, 136)
+    c = Quantized(dy, 1, history=HISTORIES["holds"].clone(), settings=GUARDED | JOINS)
+    d = Quantized(w, 0, rows=False, scale=scale)
+    launches = quantize(run, c.job(), d.job(), on=TWO_LAUNCHES)
+    assert launches > 0, "expected the launch that measures meanwhile"
+    c.check("dy"), d.check("w")
+
+
 @pytest.mark.parametrize("latest", [False, True])
 @pytest.mark.parametrize("margin", [0, 3, 64])
 @pytest.mark.parametrize("length", [1, 2, 16, 128, 129, 1024])

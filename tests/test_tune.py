@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ class Module(types.SimpleNamespace):
         )
 
 
-PLAN = (0, "ab" * 88, "cd" * 64, "d [1, 2] = ...", 10.0, 8.0)
+PLAN = (0, "ab" * 88, "cd" * 64, "d [1, 2] = ...", 10.0, 8.0, 9, 7, 6)
 
 
 @pytest.fixture
@@ -59,6 +60,9 @@ def test_a_file_goes_round(module: Module, tmp_path: pathlib.Path) -> None:
     with nf.tune(file):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["plans.json"]
+    (saved,) = json.loads(file.read_text())["plans"]
+    numbers = [saved[name] for name in ("first_us", "us", "offered", "tried", "right")]
+    assert numbers == [*PLAN[4:]]
     module.calls.clear()
     with nf.tune(file):  # for both devices of the name, before anything is measured
         assert module.calls == [
@@ -67,6 +71,15 @@ def test_a_file_goes_round(module: Module, tmp_path: pathlib.Path) -> None:
             ("start", False),
         ]
     assert nf.load_plans(file) == 1
+
+
+def test_processes_may_save_at_once(module: Module, tmp_path: pathlib.Path) -> None:
+    """Ranks that were given one file: whole files, no error, nothing beside."""
+    file = tmp_path / "plans.json"
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: nf.save_plans(file), range(400)))
+    assert nf.load_plans(file) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["plans.json"]
 
 
 @pytest.mark.parametrize("name", ["cublaslt", "driver"])
@@ -145,6 +158,10 @@ def test_a_layer_is_right_inside_and_after(cuda: str, recipe: str) -> None:
         inside = step()
     found = products() - known
     assert len(found) == 3, found
+    for _, _, _, product, first_us, us, offered, tried, right in _binary.module.plans():
+        if product in found:
+            assert offered >= tried >= right >= 1, (product, offered, tried, right)
+            assert 0 < us <= first_us, (product, first_us, us)
     with nf.tune():
         step()
     assert products() == known | found, "measured twice"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -33,7 +34,8 @@ def tune(file: PathLike | None = None, *, sm89: bool = False) -> Iterator[None]:
     is the best for most large shapes. Run the model's forward and backward inside, once with each
     of its shapes: each candidate runs on the operands at hand; one whose result differs from the
     first one's is dropped; the fastest stays if it gains 2 %, in this process, for every thread.
-    It takes a few milliseconds a product and waits for the device.
+    It takes up to some tens of milliseconds a product, waits for the device, and needs memory
+    beside torch's for a copy of a product's result.
 
     file: plans that an earlier run saved are loaded if it is there (see load_plans), so that their
     shapes are not measured again, and all are saved to it in the end. Not measured are products
@@ -66,7 +68,9 @@ def _versions(module: ModuleType) -> dict[str, int]:
 
 def save_plans(file: PathLike) -> None:
     """Write all plans that this process measured or loaded, as JSON, with the versions they are
-    good for and the microseconds of cuBLASLt's first choice and of the plan."""
+    good for, the microseconds of cuBLASLt's first choice and of the plan, and how many algorithms
+    cuBLASLt offered, were safe to try, and had the right result (0 of a plan that was loaded).
+    Of several processes the last one's file stays."""
     module = _module("save_plans")
     plans = [
         {
@@ -74,13 +78,16 @@ def save_plans(file: PathLike) -> None:
             "product": product,
             "first_us": round(first, 2),
             "us": round(chosen, 2),
+            "offered": offered,
+            "tried": tried,
+            "right": right,
             "key": key,
             "algorithm": algorithm,
         }
-        for device, key, algorithm, product, first, chosen in module.plans()
+        for device, key, algorithm, product, first, chosen, offered, tried, right in module.plans()
     ]
     path = pathlib.Path(file)
-    beside = path.with_name(path.name + ".tmp")  # in one move: no half file
+    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # in one move: no half file
     beside.write_text(json.dumps({**_versions(module), "plans": plans}, indent=1) + "\n")
     beside.replace(path)
 

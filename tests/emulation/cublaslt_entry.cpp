@@ -1,21 +1,26 @@
-// Decides what cuBLASLt is for the tests of its one caller: a pretended library of a version, on a
-// device of a compute capability, that takes FP4 as NVIDIA documents it (cuBLAS, "Using the
-// cublasLt API", narrow precisions; "1D block scaling factors layout"), refuses what is not so, and
-// multiplies in fp64. Nothing here comes from csrc or the reference.
+// Decides what cuBLASLt is for the tests of its callers: a pretended library of a version, on a
+// device of a compute capability, that has the algorithms that a test makes up, takes FP4 as NVIDIA
+// documents it (cuBLAS, "Using the cublasLt API", narrow precisions; "1D block scaling factors
+// layout"), refuses what is not so, and multiplies in fp64. Nothing here comes from csrc or the
+// reference.
+#include "hold.h"
 #include "product.h"
 // torch's headers before it
 #include "cuda_on_cpu.h"
 // after it
 #include <cublasLt.h>
 
+#include <chrono>
 #include <map>
 #include <string>
+#include <vector>
 
 namespace {
 
 int g_capability = 100;
 size_t g_version = 130100;
 bool g_offers = true, g_launches = true, g_capturing = false;
+int64_t g_pieces = 0, g_most_bytes = INT64_MAX;  // of the device's pool: taken, of one at most
 
 template <typename T>
 T read(const void* from) {
@@ -103,6 +108,26 @@ struct Call {  // what the last product was asked with; test_fp4_blackwell.py la
 } g_call;
 const char* g_refusal = nullptr;
 
+// What the library has for every product, its favourite first; test_tune_emulated.py lays it out.
+enum Outcome : int64_t { kRight, kWrong, kUnwritten, kFails };
+struct Algorithm {
+  int64_t outcome, splits, reduction, workspace;
+  double us;
+};
+std::vector<Algorithm> g_algorithms{{kRight, 1, CUBLASLT_REDUCTION_SCHEME_NONE, 4096, 10}};
+int64_t g_last = -1;  // of the last product
+const Algorithm& of(const cublasLtMatmulAlgo_t* algorithm) {
+  return g_algorithms[algorithm->data[0]];
+}
+
+// The device's time: it starts what the host gives it when it has done what came before.
+double now_us() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double, std::micro>(now).count();
+}
+double g_done_us = 0;
+double take_us(double us) { return g_done_us = std::max(g_done_us, now_us()) + us; }
+
 }  // namespace
 
 struct cublasLtContext {};
@@ -122,6 +147,49 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status)
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t) {
+  if (static_cast<int64_t>(bytes) > g_most_bytes) return cudaErrorMemoryAllocation;
+  *memory = std::malloc(bytes);
+  ++g_pieces;
+  return cudaSuccess;
+}
+cudaError_t cudaFreeAsync(void* memory, cudaStream_t) {
+  --g_pieces;
+  std::free(memory);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+                            cudaStream_t) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t) {
+  std::memset(to, byte, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  *event = reinterpret_cast<cudaEvent_t>(new double(0));
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete reinterpret_cast<double*>(event);
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  *reinterpret_cast<double*>(event) = take_us(0);
+  return cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  while (now_us() < *reinterpret_cast<double*>(event)) {
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
+  *ms = static_cast<float>((*reinterpret_cast<double*>(end) - *reinterpret_cast<double*>(begin)) /
+                           1e3);
+  return cudaSuccess;
+}
 
 size_t cublasLtGetVersion() { return g_version; }
 const char* cublasLtGetStatusString(cublasStatus_t) { return "CUBLAS_STATUS_NOT_SUPPORTED"; }
@@ -176,32 +244,43 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p
 cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t d,
                                               cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
                                               cublasLtMatrixLayout_t, cublasLtMatrixLayout_t out,
-                                              cublasLtMatmulPreference_t, int,
+                                              cublasLtMatmulPreference_t preference, int asked,
                                               cublasLtMatmulHeuristicResult_t* results,
                                               int* count) {
   const Problem p{*reinterpret_cast<Attributes*>(d), *reinterpret_cast<Matrix*>(a),
                   *reinterpret_cast<Matrix*>(b), *reinterpret_cast<Matrix*>(out)};
   g_refusal = g_offers ? p.refusal() : "anything";
-  *count = g_refusal ? 0 : 1;
+  *count = 0;
   if (g_refusal) return CUBLAS_STATUS_NOT_SUPPORTED;
-  results[0] = {};
-  results[0].state = CUBLAS_STATUS_SUCCESS;
-  results[0].workspaceSize = 4096;
+  const auto& wanted = *reinterpret_cast<Attributes*>(preference);
+  const auto reductions = wanted.get<uint32_t>(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                                               CUBLASLT_REDUCTION_SCHEME_MASK);
+  for (size_t i = 0; i < g_algorithms.size() && *count < asked; ++i) {
+    const Algorithm& a = g_algorithms[i];
+    if (a.reduction != CUBLASLT_REDUCTION_SCHEME_NONE && !(a.reduction & reductions)) continue;
+    results[*count] = {};
+    results[*count].algo.data[0] = i;
+    results[*count].state = CUBLAS_STATUS_SUCCESS;
+    results[(*count)++].workspaceSize = static_cast<size_t>(a.workspace);
+  }
   return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t, cublasLtMatmulDesc_t,
                                        cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
                                        cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
-                                       const cublasLtMatmulAlgo_t*,
-                                       cublasLtMatmulHeuristicResult_t*) {
-  return CUBLAS_STATUS_NOT_SUPPORTED;
+                                       const cublasLtMatmulAlgo_t* algorithm,
+                                       cublasLtMatmulHeuristicResult_t* result) {
+  if (algorithm->data[0] >= g_algorithms.size()) return CUBLAS_STATUS_NOT_SUPPORTED;
+  result->workspaceSize = static_cast<size_t>(of(algorithm).workspace);
+  return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t*,
-                                                    cublasLtMatmulAlgoConfigAttributes_t,
+cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t* algorithm,
+                                                    cublasLtMatmulAlgoConfigAttributes_t name,
                                                     void* value, size_t, size_t* written) {
-  const int32_t one = 1;
-  std::memcpy(value, &one, sizeof one);
-  *written = sizeof one;
+  const auto number = static_cast<int32_t>(
+      name == CUBLASLT_ALGO_CONFIG_SPLITK_NUM ? of(algorithm).splits : of(algorithm).reduction);
+  std::memcpy(value, &number, sizeof number);
+  *written = sizeof number;
   return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulAlgoConfigSetAttribute(cublasLtMatmulAlgo_t*,
@@ -213,7 +292,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t descriptor,
                               const void* a, cublasLtMatrixLayout_t a_layout, const void* b,
                               cublasLtMatrixLayout_t b_layout, const void* beta, const void* c,
                               cublasLtMatrixLayout_t, void* out, cublasLtMatrixLayout_t out_layout,
-                              const cublasLtMatmulAlgo_t*, void* workspace, size_t, cudaStream_t) {
+                              const cublasLtMatmulAlgo_t* algorithm, void* workspace, size_t bytes,
+                              cudaStream_t) {
   const Problem p{*reinterpret_cast<Attributes*>(descriptor), *reinterpret_cast<Matrix*>(a_layout),
                   *reinterpret_cast<Matrix*>(b_layout), *reinterpret_cast<Matrix*>(out_layout)};
   const Attributes& d = p.d;
@@ -228,6 +308,11 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t descriptor,
             p.k(),     p.a.type,    p.b.type,           p.out.type,
             mode,      epilogue,    read<float>(alpha), read<float>(beta)};
   if (!g_launches || !is_aligned(workspace, 256)) return CUBLAS_STATUS_NOT_SUPPORTED;
+  const Algorithm& how = of(algorithm);
+  if (bytes != static_cast<size_t>(how.workspace)) return CUBLAS_STATUS_INVALID_VALUE;
+  if (how.outcome == kFails) return CUBLAS_STATUS_EXECUTION_FAILED;
+  g_last = static_cast<int64_t>(algorithm->data[0]);
+  take_us(how.us);
   if (p.is_fp4()) {
     if (!a_scale || !b_scale || !is_aligned(a_scale, 16) || !is_aligned(b_scale, 16)) {
       return CUBLAS_STATUS_INVALID_VALUE;
@@ -248,13 +333,14 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t descriptor,
     }
     return static_cast<double>(real_at(from, m.type, j * m.ld + i));
   };
-  for (int64_t column = 0; column < p.out.cols; ++column) {
+  for (int64_t column = how.outcome == kUnwritten; column < p.out.cols; ++column) {
     for (int64_t row = 0; row < p.out.rows; ++row) {
       double sum = 0;
       for (int64_t i = 0; i < p.k(); ++i) {
         const bool t = p.transa() == CUBLAS_OP_T;
         sum += value(a, p.a, a_scale, t ? i : row, t ? row : i) * value(b, p.b, b_scale, i, column);
       }
+      if (how.outcome == kWrong) sum *= 1.05;
       sum = sum * g_call.alpha + (bias ? real_at(bias, bias_type, row) : 0);
       const int64_t at = column * p.out.ld + row;
       const auto rounded = static_cast<float>(sum);
@@ -272,18 +358,12 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t descriptor,
 #include "cublaslt.cpp"
 #include "cublaslt_plan.cpp"
 #include "device.cpp"
+#include "difference.rewritten.h"
 #include "epilogue.rewritten.h"
 #include "product.cpp"
+#include "tune.cpp"
 
-// Nothing is measured here: tune() is for the tests of the GPU.
-namespace narrowfloat {
-bool tuning(int) { return false; }
-bool measure_candidates(cublasLtHandle_t, Plan&, const Matmul&, void*, int, cudaStream_t) {
-  return false;
-}
-int64_t choices() { return 0; }
-std::optional<Candidate> choice_for(const Key&, int) { return std::nullopt; }
-}  // namespace narrowfloat
+void narrowfloat::hold(double us, cudaStream_t) { take_us(us); }
 
 void narrowfloat::Scratch::allocate(int) {  // as garbage
   static std::vector<uint8_t> bytes;
@@ -349,6 +429,39 @@ int64_t plans(int64_t missed) {
   return missed ? counters.misses : counters.hits;
 }
 
+void offer(const Algorithm* algorithms, int64_t count) {
+  g_algorithms.assign(algorithms, algorithms + count);
+}
+// How many pieces of the pool are taken; from now on one has so many bytes at most.
+int64_t pool(int64_t most_bytes) {
+  g_most_bytes = most_bytes;
+  return g_pieces;
+}
+int64_t last_algorithm() { return g_last; }
+void start_tuning() { narrowfloat::start_tuning(false); }
+void stop_tuning() { narrowfloat::stop_tuning(false); }
+
+struct Saved {
+  double first_us, us;
+  int64_t offered, tried, right;
+};
+// Of all that were measured or loaded; how many.
+int64_t saved(Saved* to, int64_t most) {
+  int64_t count = 0;
+  for (const auto& s : narrowfloat::saved_choices()) {
+    if (count < most) to[count] = {s.first_us, s.chosen_us, s.offered, s.tried, s.right};
+    ++count;
+  }
+  return count;
+}
+// Takes the choices so far again, as from a file, with another algorithm.
+void load_all(int64_t index) {
+  for (const auto& s : narrowfloat::saved_choices()) {
+    cublasLtMatmulAlgo_t algorithm{};
+    algorithm.data[0] = static_cast<uint64_t>(index);
+    narrowfloat::load_choice(s.device, s.key, narrowfloat::to_hex(algorithm), s.what);
+  }
+}
 int64_t takes_fp4(int64_t device) { return narrowfloat::has_fp4(static_cast<int>(device)); }
 int64_t would_take_fp4(int64_t capability, int64_t version) {
   return narrowfloat::has_fp4(static_cast<int>(capability), version);

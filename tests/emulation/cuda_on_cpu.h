@@ -184,6 +184,13 @@ inline uint32_t __shfl_xor_sync(unsigned, uint32_t v, int o) {
   const int lane = threadIdx.x % 32;
   return cuda_on_cpu::block->exchange(v)[lane ^ o];
 }
+inline double __shfl_xor_sync(unsigned, double v, int o) {
+  const int lane = threadIdx.x % 32;
+  const auto bits = std::bit_cast<uint64_t>(v);
+  const uint64_t low = cuda_on_cpu::block->exchange(static_cast<uint32_t>(bits))[lane ^ o];
+  const uint64_t high = cuda_on_cpu::block->exchange(static_cast<uint32_t>(bits >> 32))[lane ^ o];
+  return std::bit_cast<double>(high << 32 | low);
+}
 inline uint32_t __reduce_max_sync(unsigned, uint32_t v) {
   const uint32_t* all = cuda_on_cpu::block->exchange(v);
   return *std::max_element(all, all + 32);
@@ -207,6 +214,7 @@ inline uint32_t atomicMax(uint32_t* p, uint32_t v) {  // blocks run at once
   }
   return old;
 }
+inline double atomicAdd(double* p, double v) { return std::atomic_ref<double>(*p).fetch_add(v); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
 }

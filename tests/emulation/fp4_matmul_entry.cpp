@@ -63,6 +63,9 @@ extern "C" const char* run_fp4_unpack(const uint8_t* packed, int64_t n, int64_t 
   return problem_or_null();
 }
 
+static_assert(fits_fp4_tiles(2048, 28672, 8192) && fits_fp4_tiles(64, int64_t{1} << 22, 1 << 20));
+static_assert(!fits_fp4_tiles(64, 32, int64_t{1} << 28) && !fits_fp4_tiles(9, int64_t{1} << 31, 1));
+
 struct TilesCall {
   FP4Matmul job;
   int64_t multiprocessors;
