@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -255,6 +256,29 @@ def test_platform_refuses_a_newer_glibc_than_the_tag(
     assert "needs glibc 2.34" in refused(gates, path, "platform")
 
 
+def test_cuda_12_refuses_a_call_that_its_oldest_runtime_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O-90: what is compiled with the newest CUDA 12 loads beside the oldest that torch has."""
+    pytest.importorskip("setuptools")
+    if shutil.which("c++") is None or shutil.which("nm") is None:
+        pytest.skip("c++ and nm are not here")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import check_cuda12
+
+    library = tmp_path / "libcudart.so.12"
+    source = 'extern "C" void cudaOld() {}'
+    command = ["c++", "-shared", "-fPIC", "-xc++", "-", "-o", str(library)]
+    subprocess.run(command, input=source, text=True, check=True)
+    offered = check_cuda12.exported(library)
+    assert "cudaOld" in offered
+    file = tmp_path / "calls.cpp"
+    for name, why in (("cudaOld", None), ("cudaNew_v2", "not in libcudart of CUDA 12.6: cudaNew")):
+        file.write_text(f'extern "C" void {name}(); void f() {{ {name}(); }}')
+        found = check_cuda12.check_host(file, [], tmp_path, offered)
+        assert found == why or (why and found.startswith(why))
+
+
 # ---- the sdist, the tag, the command, the index, the workflows ----
 
 
@@ -275,11 +299,22 @@ def test_sdist_that_does_not_build(gates: ModuleType, tmp_path: Path) -> None:
 def test_tag(gates: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "ROOT", tmp_path)
     changes = tmp_path / "CHANGELOG.md"
-    changes.write_text("## Unreleased\n")
+    changes.write_text("## [Unreleased]\n")
     assert "CHANGELOG.md has no line" in gates.check_tag(f"v{VERSION}")[0]
-    changes.write_text(f"## Unreleased\n\n## [{VERSION}] - 2026-11-29\n")
+    changes.write_text(f"## [Unreleased]\n\n## [{VERSION}] - 2026-11-29\n")
     assert gates.check_tag(f"v{VERSION}") == []
     assert f"expected v{VERSION}" in gates.check_tag("v9.9")[0]
+
+
+def test_changelog_keeps_its_form() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    assert lines[0] == "# Changelog"
+    sections = [line for line in lines if line.startswith("## ")]
+    assert sections[0] == "## [Unreleased]" or "## [Unreleased]" not in sections
+    for line in sections:
+        assert re.fullmatch(r"## \[(Unreleased\]|\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d)", line), line
+    kinds = {line[4:] for line in lines if line.startswith("### ")}
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
 def test_the_command_fails(tmp_path: Path) -> None:
@@ -310,9 +345,59 @@ def test_index_has_a_directory_for_each_cuda(tmp_path: Path) -> None:
     assert failed.returncode != 0 and "no wheel of narrowfloat" in failed.stderr
 
 
-@pytest.mark.skipif(
+def test_release_packs_what_the_index_unpacks(tmp_path: Path) -> None:
+    for cuda in ("cu12", "cu13"):
+        (tmp_path / cuda).mkdir()
+        wheel(tmp_path / cuda, **{SO: cuda.encode()})
+    (tmp_path / "sdist").mkdir()
+    (tmp_path / f"sdist/narrowfloat-{VERSION}.tar.gz").write_bytes(b"")
+    script = ["bash", str(ROOT / "tools/release.sh")]
+    subprocess.run([*script, "pack"], cwd=tmp_path, check=True)
+    # The public index knows no CUDA: it has those for CUDA 13.
+    public = {p.name: p.read_bytes() for p in (tmp_path / "public").iterdir()}
+    assert set(public) == {NAME, f"narrowfloat-{VERSION}.tar.gz"}
+    assert public[NAME] == (tmp_path / "cu13" / NAME).read_bytes()
+    # Of two releases the index has the wheels of both.
+    older = NAME.replace(VERSION, "0.0.1")
+    for tag, name in ((f"v{VERSION}", NAME), ("v0.0.1", older)):
+        (tmp_path / "tars" / tag).mkdir(parents=True)
+        for cuda in ("cu12", "cu13"):
+            (tmp_path / cuda / NAME).rename(tmp_path / cuda / name)
+            subprocess.run(["tar", "cf", f"tars/{tag}/{cuda}.tar", cuda], cwd=tmp_path, check=True)
+            (tmp_path / cuda / name).rename(tmp_path / cuda / NAME)
+    environment = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run([*script, "index", "tars", "site/whl"], cwd=tmp_path, env=environment, check=True)
+    for cuda in ("cu12", "cu13"):
+        found = {p.name for p in (tmp_path / "site/whl" / cuda / "narrowfloat").glob("*.whl")}
+        assert found == {NAME, older}
+
+
+def test_a_wheel_for_each_promised_python() -> None:
+    """O-93: else pip falls back to a source build."""
+    text = (ROOT / "pyproject.toml").read_text()
+    promised = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', text)
+    built = re.search(r'^build = "(.+)"$', text, re.M)
+    assert promised and built
+    assert built[1].split() == [f"cp3{minor}-*" for minor in promised]
+    assert f'requires-python = ">=3.{promised[0]}"' in text
+
+
+has_workflows = pytest.mark.skipif(
     not (ROOT / ".github/workflows").is_dir(), reason="the sdist has no workflows: git has"
 )
+
+
+@has_workflows
+def test_workflows_load_the_oldest_and_newest_python() -> None:
+    """O-93: each is installed from a wheel, never from source."""
+    text = (ROOT / "pyproject.toml").read_text()
+    promised = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+    wheels = (ROOT / ".github/workflows/wheels.yml").read_text()
+    loaded = set(re.findall(r'case: cu.*python: "(.+?)"', wheels))
+    assert loaded == set(promised)
+
+
+@has_workflows
 def test_workflows_pin_actions_and_call_what_is_here() -> None:
     text = "".join(p.read_text() for p in (ROOT / ".github/workflows").glob("*.yml"))
     actions = re.findall(r"uses: (.+)", text)

@@ -3,9 +3,10 @@
 PYTHON tools/check_cuda12.py [--headers DIR]    # PYTHON has torch and pybind11
 
 The index has no whole nvcc of CUDA 12: it has the headers and ptxas. So the C++ files are compiled
-against those headers, and each kernel with them by the nvcc that is here, of CUDA 13, whose PTX the
-ptxas of 12.9 then assembles for each architecture. What 12.9's own front end makes of them is seen
-by the workflow `wheels` alone.
+against those headers, and what they call must be in the libcudart of the oldest CUDA 12 that torch
+has, which the wheels load too. Each kernel is compiled with these headers by the nvcc that is here,
+of CUDA 13, whose PTX the ptxas of 12.9 then assembles for each architecture. What 12.9's own front
+end makes of them is seen by the workflow `wheels` alone.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ sys.path.insert(0, str(ROOT / "tools"))
 from setup_env import setup_py  # noqa: E402
 
 PACKAGES = ["cuda-runtime", "cublas", "cuda-nvcc", "cuda-cccl"]
+OLDEST = "12.6"  # torch's cu126, which loads what 12.9 compiled
 NEWEST_PTX = "8.8"  # that ptxas of 12.9 takes
 setup = setup_py()
 
 
-def download(to: Path) -> None:
+def download(to: Path, *names: str) -> None:
     """Into a folder of its own: beside torch they would replace the libraries that it loads."""
-    names = [f"nvidia-{name}-cu12==12.9.*" for name in PACKAGES]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--upgrade", "--target", str(to)]
     if subprocess.run([*command, *names]).returncode:
-        sys.exit("the headers of CUDA 12.9 cannot be had")
+        sys.exit(f"cannot be had: {' '.join(names)}")
 
 
 def run(*command: str) -> str | None:
@@ -44,17 +45,33 @@ def run(*command: str) -> str | None:
     return (done.stdout + done.stderr)[-2000:] if done.returncode else None
 
 
-def check_host(file: Path, flags: list[str], headers: Path) -> str | None:
+def called(binary: Path) -> set[str]:
+    """The functions of the CUDA runtime that an object or a shared library needs."""
+    dynamic = ["-D"] if ".so" in binary.name else []
+    command = ["nm", *dynamic, "--undefined-only", str(binary)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r" U (_*cuda[A-Z]\w*)", listing))
+
+
+def exported(library: Path) -> set[str]:
+    command = ["nm", "-D", "--defined-only", str(library)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r" [A-Za-z] (\w+)", listing))
+
+
+def check_host(file: Path, flags: list[str], headers: Path, offered: set[str]) -> str | None:
     with tempfile.TemporaryDirectory() as temporary:
-        made = Path(temporary) / "made.d"
-        command = ["c++", "-fsyntax-only", *flags, "-MD", "-MF", str(made), str(file)]
+        made, binary = Path(temporary) / "made.d", Path(temporary) / "made.o"
+        command = ["c++", "-c", *flags, "-MD", "-MF", str(made), str(file), "-o", str(binary)]
         if complaint := run(*command):
             return complaint
         words = made.read_text().split()
+        newer = called(binary) - offered
     # Else it was checked against the headers of some other CUDA that the machine has.
     used = [Path(w).resolve() for w in words if w.endswith(("/cuda_runtime.h", "/cublasLt.h"))]
-    other = [str(u) for u in used if not u.is_relative_to(headers)]
-    return f"headers from elsewhere: {', '.join(other)}" if other else None
+    if other := [str(u) for u in used if not u.is_relative_to(headers)]:
+        return f"headers from elsewhere: {', '.join(other)}"
+    return f"not in libcudart of CUDA {OLDEST}: {', '.join(sorted(newer))}" if newer else None
 
 
 def check_kernels(
@@ -95,7 +112,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         headers = (args.headers or Path(temporary)).resolve()
         if not (headers / "nvidia").is_dir():
-            download(headers)
+            download(headers, *(f"nvidia-{name}-cu12==12.9.*" for name in PACKAGES))
+        oldest = headers / f"oldest/nvidia/cuda_runtime/lib/libcudart.so.{OLDEST.split('.')[0]}"
+        if not oldest.exists():
+            download(headers / "oldest", f"nvidia-cuda-runtime-cu12=={OLDEST}.*")
+        offered = exported(oldest)
         cuda = sorted(headers.glob("nvidia/*/include"))
         flags = ["-std=c++20", "-DUSE_CUDA", "-DTORCH_EXTENSION_NAME=_C"]
         flags += [f"-DTORCH_TARGET_VERSION=0x{setup.TORCH_TARGET:016x}"]
@@ -104,9 +125,12 @@ def main() -> int:
         flags += [f"-I{d}" for d in [*folders, sysconfig.get_path("include")]]
         hosts = sorted((ROOT / "csrc").glob("*.cpp"))
         for file in hosts:
-            if complaint := check_host(file, flags, headers):
+            if complaint := check_host(file, [*flags, "-fPIC"], headers, offered):
                 failed.append((file.name, complaint))
-        print(f"CUDA 12.9: {len(hosts) - len(failed)} of {len(hosts)} C++ files compile")
+        print(
+            f"CUDA 12.9: {len(hosts) - len(failed)} of {len(hosts)} C++ files compile, and call "
+            f"what CUDA {OLDEST} has"
+        )
         if nvcc is None:
             print("no nvcc of CUDA 12.9 or newer here: the kernels were not looked at")
         else:

@@ -22,7 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [
     f"test_{name}.py"
-    for name in ("quantize", "linear", "convert", "ops", "main", "packaging", "support")
+    for name in (
+        *("quantize", "linear", "convert", "ops", "main", "packaging", "support", "recipe"),
+        *("reuse", "tune", "delayed", "block_linear", "fp4_linear", "fp4_weights"),
+    )
 ]
 NEEDED = ["pytest>=8", "pytest-xdist", "hypothesis", "numpy", "safetensors"]
 LONGEST_IMPORT = 0.15  # seconds over `import torch`
