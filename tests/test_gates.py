@@ -366,7 +366,9 @@ def test_release_packs_what_the_index_unpacks(tmp_path: Path) -> None:
             subprocess.run(["tar", "cf", f"tars/{tag}/{cuda}.tar", cuda], cwd=tmp_path, check=True)
             (tmp_path / cuda / name).rename(tmp_path / cuda / NAME)
     environment = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run([*script, "index", "tars", "site/whl"], cwd=tmp_path, env=environment, check=True)
+    subprocess.run(
+        [*script, "index", "tars", "site/whl"], cwd=tmp_path, env=environment, check=True
+    )
     for cuda in ("cu12", "cu13"):
         found = {p.name for p in (tmp_path / "site/whl" / cuda / "narrowfloat").glob("*.whl")}
         assert found == {NAME, older}

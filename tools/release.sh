@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Decides how wheels are packed for a release, and unpacked for the index.
 # A wheel has the same name for both CUDAs, so each CUDA's are one file of a release.
-#   tools/release.sh pack            of cu12/ cu13/ sdist/: cu12.tar, cu13.tar, and public/, which the
-#                                    public index gets; it knows no CUDA and has those for CUDA 13
+#   tools/release.sh pack            of cu12/ cu13/ sdist/: cu12.tar, cu13.tar, and public/, which
+#                                    is for the public index: it knows no CUDA, so those for CUDA 13
 #   tools/release.sh index TARS OUT  of TARS/*/cu*.tar, of all releases: OUT, the index
 set -euo pipefail
 case "${1-}" in
