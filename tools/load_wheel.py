@@ -24,7 +24,7 @@ TESTS = [
     f"test_{name}.py"
     for name in (
         *("quantize", "linear", "convert", "ops", "main", "packaging", "support", "recipe"),
-        *("reuse", "tune", "delayed", "block_linear", "fp4_linear", "fp4_weights"),
+        *("reuse", "tune", "delayed", "block_linear", "fp4_linear", "fp4_weights", "mixed"),
     )
 ]
 NEEDED = ["pytest>=8", "pytest-xdist", "hypothesis", "numpy", "safetensors"]
