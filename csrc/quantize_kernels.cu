@@ -2,6 +2,7 @@
 #include <cooperative_groups.h>
 
 #include "check.h"
+#include "history.cuh"
 #include "kernels.cuh"
 #include "quantize_kernels.h"
 
@@ -158,35 +159,6 @@ __device__ inline void sum_tile(const JobParams& job, const Tile<kRows>& tile,
     for (int i = 0; i < kThreads / 32; ++i) total += shared[i * kTileCols + threadIdx.x];
     job.sum_partials[tile.tile_row * job.cols + tile.c0 + threadIdx.x] = total;
   }
-}
-
-// The amax that the scale of a tensor's history covers; 0 where it says nothing.
-__device__ inline float covered_by(const History& history) {
-  const float covered = __ldcg(history.row);
-  const uint32_t mark = __float_as_uint(__ldcg(history.row + 2));
-  return mark == (kHistoryMark ^ __float_as_uint(covered)) ? covered : 0.f;
-}
-
-// Does a scale for `covered` do for a tensor with this amax?
-__device__ inline bool holds(const History& history, float covered, uint32_t amax_bits) {
-  return covered > 0.f && amax_bits < 0x7f800000u &&
-         (!history.guarded || __uint_as_float(amax_bits) <= covered);
-}
-
-// Counts a call's amax for the scales to come, by one thread a launch. What has an Inf or a NaN
-// does not count: its step is skipped. Another launch may count at the same time.
-__device__ inline void join(const History& history, uint32_t amax_bits) {
-  if (!history.joins || amax_bits >= 0x7f800000u) return;
-  float* const row = history.row;
-  if (__float_as_uint(row[2]) == (kHistoryMark ^ __float_as_uint(row[0]))) {
-    atomicMax(reinterpret_cast<uint32_t*>(row) + 1, amax_bits);
-    return;
-  }
-  for (int i = 3; i < history.width; ++i) row[i] = 0.f;
-  row[1] = __uint_as_float(amax_bits);
-  row[0] = 0.f;
-  __threadfence();  // a row never looks valid before it is
-  row[2] = __uint_as_float(kHistoryMark);
 }
 
 // The jobs' scales, in every thread, from the partial maxima, the history, or as given. One warp a

@@ -540,22 +540,6 @@ def test_a_changed_weight_is_an_error_in_the_backward(device: str, recipe: nf.Bl
 # ---- systems ----
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (7, 5), (8, 6)])
-def test_o92_an_unsupported_architecture_is_named(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
-) -> None:
-    monkeypatch.setattr(support._binary, "problem", None)
-    monkeypatch.setattr(support._binary, "module", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    for name in RECIPES:
-        answer = nf.supported(name, 0)
-        assert not answer
-        for word in (name, f"sm_{capability[0]}{capability[1]}", "sm_89", "sm_90", "sm_120"):
-            assert word in answer.reason, word
-
-
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_block_bf16_wgrad"])
 def test_o70_nothing_is_left_in_python(device: str, name: str) -> None:
     if not (answer := nf.supported(name, device)):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowfloat as nf
-from narrowfloat import formats, numerics_fp4, ops, reference_fp4, support
+from narrowfloat import formats, numerics_fp4, ops, reference_fp4
 from narrowfloat.settings import FP4Layer, FP4Quantize, Orientation
 
 FORMATS = ["nvfp4", "mxfp4"]
@@ -620,25 +620,3 @@ def test_o71_dynamic_token_counts(device: str, recipe: str) -> None:
         assert y.shape == (m, 32)
         y.sum().backward()
         assert_same_bits(y, made(x))
-
-
-# ---- systems ----
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (7, 5), (8, 6)])
-def test_o92_an_unsupported_architecture_is_named(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
-) -> None:
-    """O-92: recipe, sm and the list, before any launch; (9, 0) emulates."""
-    monkeypatch.setattr(support._binary, "problem", None)
-    monkeypatch.setattr(support._binary, "module", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    for recipe in RECIPES:
-        answer = nf.supported(recipe, 0)
-        assert not answer
-        for word in (recipe, f"sm_{capability[0]}{capability[1]}", "sm_89", "sm_90", "sm_120"):
-            assert word in answer.reason, word
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    assert all(nf.supported(recipe, 0).how == "emulation" for recipe in RECIPES)

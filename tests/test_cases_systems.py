@@ -183,6 +183,15 @@ def test_o92_an_unsupported_architecture_is_named(cards, capability, recipe):
             assert word in answer.reason, word
 
 
+@pytest.mark.parametrize("name", nf.RECIPES)
+def test_o92_every_recipe_says_so(cards, name):
+    cards((8, 6))
+    answer = nf.supported(name, 0)
+    assert not answer
+    for word in (name, "sm_86", "sm_89", "sm_90", "sm_120"):
+        assert word in answer.reason, word
+
+
 @pytest.mark.filterwarnings("ignore::narrowfloat.support.EmulationWarning")
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
 def test_o92_a_supported_architecture_is_taken(cards, capability, recipe):

@@ -225,7 +225,7 @@ def test_table_has_every_recipe_and_architecture() -> None:
     lines = support.support_table().splitlines()
     assert len({line.count("|") for line in lines}) == 1  # as many cells everywhere
     assert lines[1] == "| --- | --- | --- | --- | --- |"
-    kinds = {support.kinds_of(recipe) for recipe in nf.RECIPES.values()}
+    kinds = {(support.kinds_of(r), support._is_mixed(r)) for r in nf.RECIPES.values()}
     for name, recipe in nf.RECIPES.items():
         own = [x for x in lines if name in re.split(r"[|, ]+", x.split("|")[1])]
         assert len(own) == len(support.ARCHITECTURES) + 2
@@ -237,10 +237,27 @@ def test_table_has_every_recipe_and_architecture() -> None:
             order = ("no", "emulation", "native")  # the worst of its kinds is what it is
             how = min((r.how for r in routes), key=order.index)
             assert all(r.cell in mine[0] for r in routes if r.how == how)
-            tested = "" if how == "no" else f"{support.ran(row, own_kinds)} "
+            tested = "" if how == "no" else f"{support.ran(row, recipe)} "
             assert mine[0].endswith(f" | {tested}|")
         assert any("| CPU | | reference" in x for x in own)
     assert len(lines) == 2 + len(kinds) * (len(support.ARCHITECTURES) + 2)
+
+
+def test_what_was_not_run_is_not_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe is run where all its kinds are, and where it mixes them, mixing too."""
+    row = support.SM90
+    mixed = nf.MixedRecipe("mixed", "fp8", "mxfp8", "fp8")
+    one_in_bf16 = nf.Recipe("one", wgrad=nf.Gemm(None, None))
+    for what, yes in (
+        ({"fp8"}, {"fp8"}),
+        ({"fp8", "mx"}, {"fp8", "mxfp8"}),
+        ({"fp8", "mixed"}, {"fp8", "one"}),
+        ({"fp8", "mx", "mixed"}, {"fp8", "mxfp8", "one", "mixed"}),
+    ):
+        monkeypatch.setitem(support.RAN, row, ("run there", frozenset(what)))
+        for recipe in (nf.RECIPES["fp8"], nf.RECIPES["mxfp8"], one_in_bf16, mixed):
+            want = "run there" if recipe.name in yes else "not run on hardware"
+            assert support.ran(row, recipe) == want, (what, recipe)
 
 
 def test_every_kind_has_a_route_on_every_architecture_and_version() -> None:
@@ -357,8 +374,7 @@ def test_blocks_run_where_the_table_says(
             assert device not in support.ready_for(nf.RECIPES[name])
         else:
             row = support.ARCHITECTURES[[8, 9, 10, 12].index(capability[0])]
-            kinds = support.kinds_of(nf.RECIPES[name])
-            assert answer.reason.endswith("; " + support.ran(row, kinds))
+            assert answer.reason.endswith("; " + support.ran(row, nf.RECIPES[name]))
             for _ in range(2):  # once a device
                 support.require(nf.RECIPES[name], device)
             assert device in support.ready_for(nf.RECIPES[name])

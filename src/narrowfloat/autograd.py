@@ -15,7 +15,7 @@ from .autograd_mixed import MixedLinearFunction, run_forward
 from .recipe import AnyRecipe, BlockRecipe, FP4Recipe, MixedRecipe, Recipe
 from .reference import check_quantizable
 from .reuse import Held
-from .settings import DB, DW, JOINS, NEED_DX, SAVE_X
+from .settings import JOINS, SAVE_X, gradients
 
 
 class LinearFunction(torch.autograd.Function):
@@ -30,7 +30,8 @@ class LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, held: Held | None
     ) -> Tensor:
-        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        ctx.needs, asked = gradients(ctx.needs_input_grad, w, bias)
+        need_dx, need_dw, _ = ctx.needs
         w_rows, w_columns, w_scale = (None, None, None) if held is None else held
         settings = recipe.forward_settings | (SAVE_X if need_dw else 0)
         y, x_columns, scales = ops.linear_forward(x, w, bias, w_rows, w_scale, settings)
@@ -39,15 +40,8 @@ class LinearFunction(torch.autograd.Function):
         else:
             keep = (None, None, None)
         ctx.save_for_backward(x_columns if need_dw else None, scales, *keep)
-        need_db = need_db and bias is not None
         ctx.in_features = w.shape[1]
-        ctx.needs = need_dx, need_dw, need_db
-        ctx.settings = (
-            recipe.backward_settings
-            | (NEED_DX if need_dx else 0)
-            | (DW[w.dtype] if need_dw else 0)
-            | (DB[bias.dtype] if need_db else 0)  # type: ignore[union-attr]
-        )
+        ctx.settings = recipe.backward_settings | asked
         return y
 
     @staticmethod
@@ -72,9 +66,9 @@ class DelayedLinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, history: Tensor
     ) -> Tensor:
-        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        need_db = need_db and bias is not None
-        joins = JOINS if need_dx or need_dw or need_db else 0  # evaluation leaves no trace
+        ctx.needs, asked = gradients(ctx.needs_input_grad, w, bias)
+        need_dx, need_dw, _ = ctx.needs
+        joins = JOINS if asked else 0  # evaluation leaves no trace
         y, x_columns, scales = ops.delayed_linear_forward(
             x,
             w,
@@ -85,15 +79,7 @@ class DelayedLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x_columns if need_dw else None, scales, w if need_dx else None)
         ctx.history = history  # other calls change it meanwhile
         ctx.in_features = w.shape[1]
-        ctx.needs = need_dx, need_dw, need_db
-        ctx.settings = (
-            recipe.backward_settings
-            | recipe.history_settings
-            | joins
-            | (NEED_DX if need_dx else 0)
-            | (DW[w.dtype] if need_dw else 0)
-            | (DB[bias.dtype] if need_db else 0)  # type: ignore[union-attr]
-        )
+        ctx.settings = recipe.backward_settings | recipe.history_settings | joins | asked
         return y
 
     @staticmethod

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import ops
 from .recipe import BlockRecipe
-from .settings import BLOCK_KEEP_W, DB, DW, NEED_DX, SAVE_X
+from .settings import BLOCK_KEEP_W, SAVE_X, gradients
 
 
 class BlockLinearFunction(torch.autograd.Function):
@@ -23,7 +23,8 @@ class BlockLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, recipe: BlockRecipe) -> Tensor:
-        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        ctx.needs, asked = gradients(ctx.needs_input_grad, w, bias)
+        need_dx, need_dw, _ = ctx.needs
         quantized = recipe.wgrad != "bf16"
         settings = (
             recipe.settings
@@ -36,15 +37,8 @@ class BlockLinearFunction(torch.autograd.Function):
             of_x = (x_columns, x_scales) if quantized else (x, None)
         by_row = recipe.fprop == recipe.dgrad == "row"
         ctx.save_for_backward(*of_x, w if need_dx else None, w_amax if need_dx and by_row else None)
-        need_db = need_db and bias is not None
         ctx.in_features = w.shape[1]
-        ctx.needs = need_dx, need_dw, need_db
-        ctx.settings = (
-            recipe.settings
-            | (NEED_DX if need_dx else 0)
-            | (DW[w.dtype] if need_dw else 0)
-            | (DB[bias.dtype] if need_db else 0)  # type: ignore[union-attr]
-        )
+        ctx.settings = recipe.settings | asked
         return y
 
     @staticmethod

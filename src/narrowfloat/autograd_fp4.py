@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import ops
 from .recipe import FP4Recipe
-from .settings import DB, DW, NEED_DX, SAVE_X
+from .settings import SAVE_X, gradients
 
 
 def run_forward(
@@ -21,20 +21,14 @@ def run_forward(
     recipe: FP4Recipe,
 ) -> Tensor:
     """y, with ctx ready for run_backward. needs: of x, w and bias."""
-    need_dx, need_dw, need_db = needs
+    ctx.needs, asked = gradients(needs, w, bias)
+    need_dx, need_dw, _ = ctx.needs
     settings = recipe.settings | (SAVE_X if need_dw else 0)
     y, x_columns, x_columns_scales, scales = ops.fp4_linear_forward(x, w, bias, settings)
     of_x = (x_columns, x_columns_scales, scales) if need_dw else (None, None, None)
     ctx.save_for_backward(*of_x, w if need_dx else None)
-    need_db = need_db and bias is not None
     ctx.in_features = w.shape[1]
-    ctx.needs = need_dx, need_dw, need_db
-    ctx.settings = (
-        recipe.settings
-        | (NEED_DX if need_dx else 0)
-        | (DW[w.dtype] if need_dw else 0)
-        | (DB[bias.dtype] if need_db else 0)  # type: ignore[union-attr]
-    )
+    ctx.settings = recipe.settings | asked
     ctx.draws = recipe.stochastic_dy and (need_dx or need_dw)
     return y
 

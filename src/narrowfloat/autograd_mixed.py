@@ -11,7 +11,7 @@ from torch import Tensor
 from . import ops
 from .mixed import MixedLayer
 from .recipe import MixedRecipe, Recipe
-from .settings import BLOCK_KEEP_W, DB, DW, NEED_DX, SAVE_X
+from .settings import BLOCK_KEEP_W, NEED_DX, SAVE_X, gradients
 
 # x's columns, their scales, their tensor scale; what the kind lacks is None
 Columns = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -94,7 +94,8 @@ class MixedLinearFunction(torch.autograd.Function):
                 f"MixedLinearFunction: expected a MixedRecipe, or a Recipe with a product in bf16, "
                 f"got {recipe} (LinearFunction computes it)"
             )
-        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        ctx.needs, asked = gradients(ctx.needs_input_grad, w, bias)
+        need_dx, need_dw, _ = ctx.needs
         made = need_dw and mix.columns == "forward"
         keep_w = need_dx and mix.keeps_w
         y, columns, of_w = run_forward(mix, x, w, bias, made, keep_w)
@@ -103,11 +104,9 @@ class MixedLinearFunction(torch.autograd.Function):
             if need_dw:
                 columns = (x, None, None) if mix.columns == "x" else _quantized(mix, x)
         ctx.save_for_backward(*columns, w if need_dx else None, of_w if keep_w else None)
-        need_db = need_db and bias is not None
         ctx.mix = mix
         ctx.in_features = w.shape[1]
-        ctx.needs = need_dx, need_dw, need_db
-        ctx.dtypes = (DW[w.dtype] if need_dw else 0) | (DB[bias.dtype] if need_db else 0)  # type: ignore[union-attr]
+        ctx.dtypes = asked & ~NEED_DX
         return y
 
     @staticmethod

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from . import history
 from . import recipe as recipes
 from .autograd import linear
-from .recipe import AnyRecipe, Delayed
+from .recipe import AnyRecipe, Delayed, Recipe
 from .reuse import WeightCache
 
 
@@ -39,12 +39,13 @@ class Linear(nn.Linear):
         self.start_history()
 
     def forward(self, input: Tensor) -> Tensor:
-        how = history.of(self.recipe)
-        if how is not None:
-            return linear(input, self.weight, self.bias, self.recipe, history=self._history(how))
+        recipe = self.recipe
+        if type(recipe) is Recipe and recipe.delayed is not None:
+            scales = self._history(recipe.delayed)
+            return linear(input, self.weight, self.bias, recipe, history=scales)
         cache = self.weight_cache
-        held = None if cache is None else cache.get(self.weight, self.recipe)
-        return linear(input, self.weight, self.bias, self.recipe, held=held)
+        held = None if cache is None else cache.get(self.weight, recipe)
+        return linear(input, self.weight, self.bias, recipe, held=held)
 
     def start_history(self) -> None:
         """Forget the scales of the steps before, for a recipe that has them ("fp8_delayed"): the

@@ -7,6 +7,7 @@ choices: one integer each took 1.6 us off the forward's dispatch and 2.6 us off 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,21 @@ JOINS = 1 << 21  # the call counts for the scales to come
 
 DW = {dtype: code << DW_SHIFT for code, dtype in enumerate(HIGH_PRECISION, 1)}
 DB = {dtype: code << DB_SHIFT for code, dtype in enumerate(HIGH_PRECISION, 1)}
+
+
+def gradients(
+    needs: Sequence[bool], w: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[tuple[bool, bool, bool], int]:
+    """Of x, w and bias: what a layer's backward is asked for, and the bits that ask for it."""
+    need_dx, need_dw, need_db = needs[:3]
+    bits = NEED_DX if need_dx else 0
+    if need_dw:
+        bits |= DW[w.dtype]
+    if bias is None:
+        need_db = False
+    elif need_db:
+        bits |= DB[bias.dtype]
+    return (need_dx, need_dw, need_db), bits
 
 
 class Forward(NamedTuple):

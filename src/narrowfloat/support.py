@@ -9,7 +9,7 @@ import torch
 
 from . import _binary, formats
 from . import recipe as recipes
-from .recipe import AnyRecipe, BlockRecipe, FP4Recipe, MixedRecipe
+from .recipe import AnyRecipe, BlockRecipe, FP4Recipe, MixedRecipe, Recipe
 
 
 class Support(NamedTuple):
@@ -132,7 +132,7 @@ TABLE: dict[str, dict[Architecture, tuple[Route, ...]]] = {
     },
 }
 
-# On which hardware the kinds were run.
+# On which hardware the kinds were run; "mixed" is all that mixed.py puts together of them.
 RAN: dict[Architecture, tuple[str, frozenset[str]]] = {
     SM90: ("run on an H200", frozenset(TABLE)),
 }
@@ -147,10 +147,18 @@ def kinds_of(recipe: AnyRecipe) -> tuple[str, ...]:
     return ("fp4",) if isinstance(recipe, FP4Recipe) else ("fp8",)
 
 
-def ran(row: Architecture, kinds: tuple[str, ...]) -> str:
-    """Whether, and where, all these kinds were run on an architecture."""
+def _is_mixed(recipe: AnyRecipe) -> bool:
+    """Whether mixed.py puts its products together."""
+    return isinstance(recipe, MixedRecipe) or (
+        isinstance(recipe, Recipe) and recipe.mix is not None
+    )
+
+
+def ran(row: Architecture, recipe: AnyRecipe) -> str:
+    """Whether, and where, recipes of this one's kinds were run on an architecture."""
     where, what = RAN.get(row, ("", frozenset()))
-    return where if what.issuperset(kinds) else "not run on hardware"
+    needed = {*kinds_of(recipe), *(("mixed",) if _is_mixed(recipe) else ())}
+    return where if needed <= what else "not run on hardware"
 
 
 def route(kind: str, row: Architecture, cublaslt: int | None = None) -> Route:
@@ -189,15 +197,15 @@ def support_table() -> str:
     """The support table in Markdown, a line for each architecture and the recipes that run alike.
     README holds it as is."""
     rows = [("recipe", "architecture", "chips", "runs", "tested"), ("---",) * 5]
-    alike: dict[tuple[str, ...], list[str]] = {}
+    alike: dict[tuple[tuple[str, ...], bool], list[str]] = {}
     for name, recipe in recipes.RECIPES.items():
-        alike.setdefault(kinds_of(recipe), []).append(name)
-    for kinds, names in alike.items():
+        alike.setdefault((kinds_of(recipe), _is_mixed(recipe)), []).append(name)
+    for (kinds, _), names in alike.items():
         for row in ARCHITECTURES:
             routes = [route(kind, row) for kind in kinds]
             worst = _worst(routes)
             cells = dict.fromkeys(r.cell for r in routes if r.how == worst)
-            tested = "" if worst == "no" else ran(row, kinds)
+            tested = "" if worst == "no" else ran(row, recipes.RECIPES[names[0]])
             rows.append((", ".join(names), row.sm, row.chips, "; ".join(cells), tested))
         rows.append((", ".join(names), "other GPUs", "", "no", ""))
         rows.append((", ".join(names), "CPU", "", _REFERENCE, "run"))
@@ -291,7 +299,7 @@ def supported(
         on = " and ".join(dict.fromkeys(r.on for r in decisive))
         notes = "".join(dict.fromkeys(f", {r.note}" for r in decisive if r.note))
         reason = f"{on} of {row.chips} through cuBLASLt{notes}"
-    return Support(True, how, f"{reason}; {ran(row, kinds)}")
+    return Support(True, how, f"{reason}; {ran(row, recipe)}")
 
 
 def never(recipe: str | AnyRecipe, capability: tuple[int, int]) -> bool:
