@@ -107,6 +107,27 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+def ends_of_training(recipe: str, device: str) -> tuple[float, float]:
+    """Last losses of a small regression, as plain nn.Linear and converted to the recipe."""
+    target = torch.randn(64, 64, device=device) * 0.2
+    losses = []
+    for converted in (False, True):
+        torch.manual_seed(3)
+        layers = torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64)
+        model = torch.nn.Sequential(*layers).to(device)
+        if converted:
+            nf.convert(model, recipe, head=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for _ in range(60):
+            x = torch.randn(128, 64, device=device)
+            loss = ((model(x) - x @ target) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    return losses[0], losses[1]
+
+
 def relative_error(a: torch.Tensor, ref: torch.Tensor) -> float:
     a, ref = a.double(), ref.double()
     return ((a - ref).norm() / ref.norm()).item()

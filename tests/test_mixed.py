@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same_bits, relative_error
+from conftest import assert_same_bits, ends_of_training, relative_error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -270,22 +270,8 @@ def test_a_graphs_replay_is_the_call(cuda: str, recipe: Mixed) -> None:
 def test_training_follows_bf16(device: str, recipe: str) -> None:
     """A small regression ends where nn.Linear's does, within what the forward's format allows."""
     skip_where_it_does_not_run(recipe, device)
-    target = torch.randn(64, 64, device=device) * 0.2
-    losses = []
-    for made in ("plain", recipe):
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(device)
-        if made != "plain":
-            nf.convert(model, made, head=True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        for _ in range(60):
-            x = torch.randn(128, 64, device=device)
-            loss = ((model(x) - x @ target) ** 2).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        losses.append(loss.item())
-    assert losses[1] < losses[0] * 1.1 + 0.02
+    plain, ours = ends_of_training(recipe, device)
+    assert ours < plain * 1.1 + 0.02
 
 
 # ---- what it costs ----
