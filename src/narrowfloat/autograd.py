@@ -131,11 +131,13 @@ def linear(
     kind = "cuda" if x.is_cuda else "cpu"
     if torch.is_autocast_enabled(kind) and x.is_floating_point():
         x = x.to(torch.get_autocast_dtype(kind))
-    if isinstance(recipe, FP4Recipe):
-        return _linear_fp4(x, w, bias, recipe)
-    if isinstance(recipe, BlockRecipe):
-        return _linear_block(x, w, bias, recipe)
-    if isinstance(recipe, MixedRecipe) or recipe.mix is not None:
+    if not isinstance(recipe, Recipe):  # one look on the way of small layers, which the host bounds
+        if isinstance(recipe, FP4Recipe):
+            return _linear_fp4(x, w, bias, recipe)
+        if isinstance(recipe, BlockRecipe):
+            return _linear_block(x, w, bias, recipe)
+        return _linear_mixed(x, w, bias, recipe)
+    if recipe.mix is not None:
         return _linear_mixed(x, w, bias, recipe)
     if history is not None and recipe.delayed is not None:
         return _linear_delayed(x, w, bias, recipe, history)
