@@ -391,6 +391,7 @@ __global__ void __launch_bounds__(tile_threads(kTokens, kWarpgroups, kTiles), 1)
             end_products();
             wait_for_products<1>();  // those before, whose operands are overwritten next
             if (half == 0 && group == 0) {
+              __syncwarp();  // no lane still reads what the first of them gives back
               arrive_if(release && lane == 0, used + before);
               release = false;
             }
@@ -403,6 +404,7 @@ __global__ void __launch_bounds__(tile_threads(kTokens, kWarpgroups, kTiles), 1)
       advance(slot, parity);
     }
     wait_for_sums(sum);
+    __syncwarp();
     arrive_if(lane == 0, used + before);
 
     if (segment.tile < p.shared && !meet<kThreads>(p, segment, sum, &ticket)) continue;

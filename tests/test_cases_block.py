@@ -583,6 +583,7 @@ def test_o61_o62_o68_streams_graphs_and_no_sync(cuda: str, name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
     stream = torch.cuda.Stream()
     value = x.detach().clone()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), torch.no_grad():
         for _ in range(20):
             x.zero_()
