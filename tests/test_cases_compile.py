@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import narrowfloat as nf
-from narrowfloat import ops
+from narrowfloat import ops, support
 from narrowfloat.settings import Backward, Forward
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -74,6 +74,22 @@ def test_o71_data_dependent_token_counts(device, recipe, dtype):
         assert counter.frame_count <= 3
         for m in (7, 0, 1, 640):
             assert_as_eager(compiled, eager, tokens[:m])
+
+
+@pytest.mark.parametrize("recipe", nf.RECIPES)
+def test_o71_what_was_found_of_a_device_is_no_guard(monkeypatch, device, recipe):
+    """O-71: a graph made before the device was asked about serves after an eager call too."""
+    for found in ("ready", "ready_fp4"):
+        monkeypatch.setattr(support, found, set())
+    monkeypatch.setattr(support, "_NONE_YET", set())
+    monkeypatch.setattr(support, "ready_block", {})
+    eager = nf.Linear(64, 48, device=device, recipe=recipe)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(eager, backend=counter, fullgraph=True)
+    x = torch.randn(32, 64, device=device)
+    for call in (compiled, eager, compiled):
+        call(x)
+    assert counter.frame_count == 1
 
 
 def test_o71_mask_inside_the_graph(device, recipe):

@@ -124,10 +124,14 @@ def linear(
     """
     if type(recipe) is not Recipe:
         recipe = recipes.get(recipe)
-    ready = support.ready if type(recipe) is Recipe else support.ready_for(recipe)
-    if getattr(x, "device", None) not in ready:
+    compiling = torch.compiler.is_compiling()
+    if compiling:  # what was found of devices changes; a compiled graph must not depend on it
         check_quantizable(x, "linear")
-        support.require(recipe, x.device)
+    else:
+        ready = support.ready if type(recipe) is Recipe else support.ready_for(recipe)
+        if getattr(x, "device", None) not in ready:
+            check_quantizable(x, "linear")
+            support.require(recipe, x.device)
     kind = "cuda" if x.is_cuda else "cpu"
     if torch.is_autocast_enabled(kind) and x.is_floating_point():
         x = x.to(torch.get_autocast_dtype(kind))
@@ -142,7 +146,7 @@ def linear(
     if history is not None and recipe.delayed is not None:
         return _linear_delayed(x, w, bias, recipe, history)
     if torch.is_grad_enabled():
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if compiling or torch._C._are_functorch_transforms_active():
             return LinearFunction.apply(x, w, bias, recipe, held)
         return _apply(x, w, bias, recipe, held)
     # A Function would not know that nothing is to be saved.

@@ -331,7 +331,7 @@ def ready_for(recipe: AnyRecipe) -> set[torch.device]:
 def require(recipe: AnyRecipe, device: torch.device) -> None:
     """NotImplementedError with the reason where `recipe` does not run on `device`; a warning, the
     first time for its kind, where it is emulated there."""
-    if device in ready_for(recipe) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or device in ready_for(recipe):
         return
     answer = supported(recipe, device)
     if not answer:
