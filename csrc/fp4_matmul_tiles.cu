@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(tile_threads(kTokens, kWarpgroups, kTiles), 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) {
       start_barrier(full + i, 1);
-      start_barrier(used + i, kThreads / 32);
+      start_barrier(used + i, kThreads);  // each gives back what it read
     }
     barriers_started();
   }
@@ -391,8 +391,7 @@ __global__ void __launch_bounds__(tile_threads(kTokens, kWarpgroups, kTiles), 1)
             end_products();
             wait_for_products<1>();  // those before, whose operands are overwritten next
             if (half == 0 && group == 0) {
-              __syncwarp();  // no lane still reads what the first of them gives back
-              arrive_if(release && lane == 0, used + before);
+              arrive_if(release, used + before);
               release = false;
             }
           }
@@ -404,8 +403,7 @@ __global__ void __launch_bounds__(tile_threads(kTokens, kWarpgroups, kTiles), 1)
       advance(slot, parity);
     }
     wait_for_sums(sum);
-    __syncwarp();
-    arrive_if(lane == 0, used + before);
+    arrive_if(true, used + before);
 
     if (segment.tile < p.shared && !meet<kThreads>(p, segment, sum, &ticket)) continue;
     const int tile = segment.tile / p.token_tiles, token = segment.tile % p.token_tiles * kTokens;
