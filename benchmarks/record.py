@@ -31,6 +31,7 @@ KEYS = {
     "train": ("recipe", "params", "steps", "seeds"),
     "decode": ("recipe", "tokens", "in", "out"),
     "accumulation": ("accumulate", "terms"),
+    "tune": ("recipe", "product", "tokens", "in", "out"),
 }
 VALUES = {
     "linear": ("ms", "bf16_ms", "ratio", "limit_ms", "of_limit"),
@@ -42,6 +43,7 @@ VALUES = {
     "train": ("loss", "bf16_loss", "gap_percent", "gap_error_percent"),
     "decode": ("ratio",),
     "accumulation": ("sum",),
+    "tune": ("first_us", "us", "ratio", "offered", "tried", "right"),
 }
 EXTRA = {"train", "decode"}  # benches whose rows may carry more
 LESS_IS_BETTER = {"host", "memory"}

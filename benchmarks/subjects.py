@@ -22,6 +22,7 @@ from measure import Device
 from run import BF16, Run
 from subjects_block import quantize_block
 from subjects_fp4 import decode, quantize_fp4
+from subjects_tune import tune
 from torch import Tensor, nn
 
 FORMAT_CODES = {"e4m3": 0, "e5m2": 1}
@@ -338,6 +339,7 @@ SUBJECTS: dict[str, Callable[[Run], None]] = {
         host,
         memory,
         model,
+        tune,
         train,
     )
 }
