@@ -21,6 +21,7 @@ from layer import LARGE, SMALL, Inputs, linear, trainer
 from measure import Device
 from run import BF16, Run
 from subjects_block import quantize_block
+from subjects_fork import fork
 from subjects_fp4 import decode, quantize_fp4
 from subjects_tune import tune
 from torch import Tensor, nn
@@ -341,5 +342,6 @@ SUBJECTS: dict[str, Callable[[Run], None]] = {
         model,
         tune,
         train,
+        fork,
     )
 }

@@ -262,6 +262,25 @@ def optimizer_for(model: nn.Module, size: Size, device: torch.device) -> torch.o
     return torch.optim.AdamW(groups, lr=size.rate, betas=(0.9, 0.95), fused=fused)
 
 
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    text: Tensor,
+    starts: Tensor,
+    step: int,
+    size: Size,
+) -> Tensor:
+    """The loss of one step's batch, which lies on the device still."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, size)
+    loss = loss_of(model, *gather(text, starts, size.context), size)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
 class Stopwatch:
     """Seconds spent in timed parts; the device's queue is empty at both ends of each."""
 
@@ -306,14 +325,7 @@ def train(text: Text, size: Size, seed: int, recipe: str, device: torch.device) 
             if step == untimed:
                 watch = Stopwatch(device)
                 watch.start()
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, size)
-            loss = loss_of(model, *gather(text.train, starts[step], size.context), size)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            losses[step] = loss.detach()
+            losses[step] = train_step(model, optimizer, text.train, starts[step], step, size)
 
             done = step + 1
             if done % READ_EVERY and done != size.steps:
