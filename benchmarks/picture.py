@@ -49,18 +49,20 @@ def draw(shown: Sequence[Point], title: str, path: pathlib.Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
-    for p in shown:
+    for i, p in enumerate(sorted(shown, key=lambda p: -p.gap_percent)):
+        color = f"C{i % 10}"
         axes.errorbar(
             p.speed,
             p.gap_percent,
             yerr=p.error_percent,
-            marker="o",
+            marker="os^Dv"[i % 5],
             ms=6,
             capsize=3,
-            color="C0",
-            mfc="C0" if p.seeds > 1 else "white",
+            color=color,
+            mfc=color if p.seeds > 1 else "white",
+            ls="",
+            label=p.recipe,
         )
-        axes.annotate(p.recipe, (p.speed, p.gap_percent), (6, 5), textcoords="offset points")
     axes.axhline(0, color="0.35", lw=1)
     axes.axvline(1, color="0.35", lw=1)
     sizes = " x ".join(map(str, LAYER.values()))
@@ -71,6 +73,7 @@ def draw(shown: Sequence[Point], title: str, path: pathlib.Path) -> None:
     )
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 

@@ -512,7 +512,7 @@ def machine(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         "torch": torch.__version__,
         "cublaslt": cublaslt,
         "commit": commit,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
 
 
