@@ -27,6 +27,7 @@ ROWS = nf.BlockRecipe("rows of e4m3", "row", "row", "row")
 WIDE_X = nf.Recipe(
     "x in e5m2", nf.Gemm("e5m2", "e4m3"), nf.Gemm("e4m3", "e4m3"), nf.Gemm("e4m3", "e5m2")
 )
+WIDE_W = nf.Recipe("w in e5m2", nf.Gemm("e4m3", "e5m2"), nf.Gemm("e4m3", "e5m2"), nf.Gemm())
 NEAREST = nf.FP4Recipe("nearest", stochastic_dy=False, rotate_wgrad=False)
 
 NAMED = [n for n, r in nf.RECIPES.items() if isinstance(r, nf.MixedRecipe)] + ["fp8_bf16_wgrad"]
@@ -40,6 +41,7 @@ EVERY = [nf.RECIPES[name] for name in NAMED] + [
     nf.MixedRecipe("nearest dx", "fp8", NEAREST, "nvfp4"),
     nf.MixedRecipe("rows", "fp8_row", ROWS, "fp8_row"),
     nf.MixedRecipe("formats", "fp8", WIDE_X, WIDE_X),
+    nf.MixedRecipe("formats of w", WIDE_W, "fp8", "fp8"),
     nf.MixedRecipe("dx", "fp8_block_pow2", "fp8", "mxfp8"),
     nf.MixedRecipe("one kind", "nvfp4", "nvfp4", "nvfp4"),
     nf.Recipe("bf16 dx", dgrad=nf.Gemm(None, None)),
@@ -311,6 +313,7 @@ CALLS = {
     "nearest dx": "linear_forward fp4_quantize draw_seed fp4_linear_backward fp4_linear_backward",
     "rows": "block_linear_forward block_linear_backward block_linear_backward",
     "formats": "linear_forward quantize linear_backward",
+    "formats of w": "linear_forward linear_backward",
     "dx": "block_linear_forward linear_backward block_linear_backward",
     "one kind": "fp4_linear_forward draw_seed fp4_linear_backward",
     "bf16 dx": "linear_forward block_linear_backward linear_backward",

@@ -11,6 +11,7 @@ from torch import Tensor
 from . import ops
 from .mixed import MixedLayer
 from .recipe import MixedRecipe, Recipe
+from .reference import SCALE
 from .settings import BLOCK_KEEP_W, NEED_DX, SAVE_X, gradients
 
 # x's columns, their scales, their tensor scale; what the kind lacks is None
@@ -29,7 +30,8 @@ def run_forward(
     settings = mix.forward | SAVE_X if save_x else mix.forward
     if mix.fprop == "fp8":
         y, columns, scales = ops.linear_forward(x, w, bias, None, None, settings)
-        return y, (columns, None, scales), scales
+        of_x = scales if keep_w else scales[:SCALE]  # w's would be taken for dx, in another format
+        return y, (columns, None, of_x), scales
     if mix.fprop == "fp4":
         y, columns, of_blocks, scales = ops.fp4_linear_forward(x, w, bias, settings)
         return y, (columns, of_blocks, scales), None
