@@ -76,10 +76,10 @@ _NO_COLUMNS: Columns = (None, None, None)
 
 
 class MixedLinearFunction(torch.autograd.Function):
-    """y [..., N] = x [..., K] w [N,K]^T + bias [N] as a MixedRecipe says, or a Recipe that has
-    a product in bf16, and its three gradients.
+    """y [..., N] = x [..., K] w [N,K]^T + bias [N] as a MixedRecipe says, or a Recipe that leaves
+    an operand in bf16, and its three gradients.
 
-    Saved for dw: x's columns as wgrad has them, or x itself where it is in bf16. Saved for dx: w
+    Saved for dw: x's columns as wgrad has them, x itself where it has x in bf16. Saved for dx: w
     itself, which costs nothing, and what the forward measured of it where dgrad is of that kind.
     Nothing is saved for a gradient that nobody needs. Where dx and dw are of one kind one operator
     makes both, else one each; db comes with dw, or with dx where there is no dw. Each backward
@@ -93,8 +93,8 @@ class MixedLinearFunction(torch.autograd.Function):
         mix = recipe.mix
         if mix is None:
             raise ValueError(
-                f"MixedLinearFunction: expected a MixedRecipe, or a Recipe with a product in bf16, "
-                f"got {recipe} (LinearFunction computes it)"
+                f"MixedLinearFunction: expected a MixedRecipe, or a Recipe with an operand in "
+                f"bf16, got {recipe} (LinearFunction computes it)"
             )
         ctx.needs, asked = gradients(ctx.needs_input_grad, w, bias)
         need_dx, need_dw, _ = ctx.needs
