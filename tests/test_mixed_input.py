@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import assert_same_bits, relative_error
+from conftest import assert_same_bits, ends_of_training, relative_error
 from test_mixed import OPERANDS, parts, run, skip_where_it_does_not_run, tensors, without
 from torch import Tensor
 
@@ -146,6 +146,26 @@ def test_extremes(device: str, operand: str) -> None:
             assert (got == 0).all() and (want == 0).all()
         else:
             assert relative_error(got, want) < ROUNDING[torch.float32]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        without("fprop.a", "wgrad.b"),
+        without("fprop.b", "dgrad.b"),
+        without("dgrad.a", "wgrad.a"),
+    ],
+    ids=["x", "w", "dy"],
+)
+def test_layers(device: str, recipe: nf.Recipe) -> None:
+    """Without one of x, w and dy: models train, and matmul and autocast do what they do."""
+    plain, ours = ends_of_training(recipe, device)
+    assert ours < plain * 1.1 + 0.02
+    x, w, bias, _ = tensors(40, 64, 48, device)
+    assert_same_bits(nf.matmul(x, w.t(), recipe), nf.linear(x, w, None, recipe))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        y = nf.linear(x, w, bias, recipe)
+    assert_same_bits(y, nf.linear(x.bfloat16(), w, bias, recipe))
 
 
 def settings(x: int, w: int, dy: int) -> tuple[int, int]:
