@@ -56,15 +56,6 @@ Route route_on(Scaling scaling, int device, const char* op) {
   return route;
 }
 
-BlockJob job_of(const Matrix& m) {
-  BlockJob job{};
-  job.x = m.owner.data_ptr();
-  job.type = m.type;
-  job.rows = m.rows, job.cols = m.cols;
-  job.row_stride = m.row_stride, job.col_stride = m.col_stride;
-  return job;
-}
-
 void check_saved(const Tensor& codes, const Tensor& scales, Scaling scaling, int64_t rows,
                  int64_t cols, const char* op) {
   const ScalarType scale_dtype = scaling == Scaling::mx ? ScalarType::Byte : ScalarType::Float;

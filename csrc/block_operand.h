@@ -8,6 +8,15 @@
 
 namespace narrowfloat {
 
+inline BlockJob job_of(const Matrix& m) {
+  BlockJob job{};
+  job.x = m.owner.data_ptr();
+  job.type = m.type;
+  job.rows = m.rows, job.cols = m.cols;
+  job.row_stride = m.row_stride, job.col_stride = m.col_stride;
+  return job;
+}
+
 inline bool has_square(Scaling s) { return s == Scaling::block || s == Scaling::pow2; }
 
 // One operand of a product: what a side of a tensor becomes in the scratch, or bf16 as it lies.

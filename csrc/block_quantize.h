@@ -72,6 +72,11 @@ void block_quantize(const BlockJob& job, void* scratch, int device, cudaStream_t
 void block_restore(Scaling scaling, const void* codes, const void* scales, int64_t rows,
                    int64_t cols, void* operand, cudaStream_t stream);
 
+// Codes with one scale, [padded(rows), padded(cols)], as bf16 of that shape, without the scale;
+// alpha[0] = *scale, alpha[1] = 0.
+void tensor_restore(Element element, const void* codes, const float* scale, int64_t rows,
+                    int64_t cols, void* operand, float* alpha, cudaStream_t stream);
+
 // Scales of pow2 as those of mx: each four times, those of a square on each of its rows.
 void block_spread_scales(const void* scales, bool square, int64_t rows, int64_t cols,
                          uint8_t* mx_scales, cudaStream_t stream);

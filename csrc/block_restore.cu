@@ -1,5 +1,5 @@
-// Decides how FP8 codes with powers of two become operands of a bf16 product again, and how the
-// scales of 128 elements become those of 32.
+// Decides how FP8 codes become operands of a bf16 product: times their powers of two, or alone
+// where a tensor has one scale; and how the scales of 128 elements become those of 32.
 #include "block_kernels.h"
 #include "check.h"
 #include "kernels.cuh"
@@ -60,6 +60,28 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
+// A thread a run.
+template <__nv_fp8_interpretation_t F>
+__global__ void __launch_bounds__(kBlockThreads)
+    narrowfloat_tensor_restore(const uint4* codes, int64_t runs, const float* scale, uint4* operand,
+                               float* alpha) {
+  if (blockIdx.x == 0 && threadIdx.x < 2) alpha[threadIdx.x] = threadIdx.x ? 0.f : *scale;
+  const int64_t step = int64_t{gridDim.x} * kBlockThreads;
+  for (int64_t i = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x; i < runs; i += step) {
+    const uint4 q = codes[i];
+    const uint32_t words[4] = {q.x, q.y, q.z, q.w};
+    uint32_t out[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const auto two = static_cast<uint16_t>(words[k / 2] >> (k % 2 * 16));
+      const float2 f = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, F)));
+      out[k] = __byte_perm(__float_as_uint(f.x), __float_as_uint(f.y), 0x7632);
+    }
+    operand[2 * i] = make_uint4(out[0], out[1], out[2], out[3]);
+    operand[2 * i + 1] = make_uint4(out[4], out[5], out[6], out[7]);
+  }
+}
+
 // A block a tile of bytes, a thread a row of it.
 __global__ void __launch_bounds__(kSpreadThreads)
     narrowfloat_block_spread(const float* scales, bool square, int64_t rows, int64_t padded_rows,
@@ -92,6 +114,18 @@ void block_restore(Scaling scaling, const void* codes, const void* scales, int64
   narrowfloat_block_restore<<<blocks, kBlockThreads, 0, stream>>>(
       scaling == Scaling::mx, static_cast<const uint8_t*>(codes), scales, rows, padded_rows, cols,
       codes_cols(scaling, cols), out_ld, static_cast<uint16_t*>(operand));
+  NF_CUDA(cudaGetLastError());
+}
+
+void tensor_restore(Element element, const void* codes, const float* scale, int64_t rows,
+                    int64_t cols, void* operand, float* alpha, cudaStream_t stream) {
+  const int64_t runs = padded(rows) * padded(cols) / kRestoreRun;
+  if (runs == 0) return;
+  auto* kernel = element == Element::e5m2 ? narrowfloat_tensor_restore<__NV_E5M2>
+                                          : narrowfloat_tensor_restore<__NV_E4M3>;
+  const int blocks = grid_of(blocks_of(runs, kBlockThreads));
+  kernel<<<blocks, kBlockThreads, 0, stream>>>(static_cast<const uint4*>(codes), runs, scale,
+                                               static_cast<uint4*>(operand), alpha);
   NF_CUDA(cudaGetLastError());
 }
 

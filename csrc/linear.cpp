@@ -4,33 +4,11 @@
 
 #include "cublaslt.h"
 #include "linear_operands.h"
+#include "mixed_input.h"
 #include "product.h"
 
 namespace narrowfloat {
 namespace {
-
-// x's scale, then w's.
-constexpr int64_t kScales = 2 * kScale, kWScale = kScale;
-
-float* scales_of(const Tensor& scales, int64_t least, const Tensor& as, const char* op,
-                 const char* name) {
-  check_same_device(scales, as, op, name);
-  NF_CHECK(scales.numel() >= least && scales.is_contiguous() &&
-               scales.scalar_type() == ScalarType::Float &&
-               reinterpret_cast<uintptr_t>(scales.data_ptr()) % 16 == 0,
-           op, ": expected ", name, " as float32 [", least,
-           "] at an address that is a multiple of 16, as narrowfloat's operators return it");
-  return static_cast<float*>(scales.data_ptr());
-}
-
-void check_codes(const Tensor& q, int64_t rows, int64_t cols, Element element, const char* op,
-                 const char* name) {
-  NF_CHECK(q.dim() == 2 && q.size(0) == padded(rows) && q.size(1) == padded(cols) &&
-               q.is_contiguous() && element_of(q, op, name) == element &&
-               reinterpret_cast<uintptr_t>(q.data_ptr()) % 16 == 0,
-           op, ": expected ", name, " contiguous [", padded(rows), ", ", padded(cols),
-           "] in the recipe's format, as narrowfloat::quantize returns it");
-}
 
 // The histories of a layer's tensors, a row each.
 constexpr int64_t kHistories = 3;
@@ -41,6 +19,7 @@ class LayerHistory {
   LayerHistory() = default;  // none: a tensor is measured before it is quantized
   LayerHistory(const Tensor& rows, const Tensor& as, int64_t settings, const char* op) {
     check_same_device(rows, as, op, "history");
+    NF_CHECK(!leaves_in_bf16(settings), op, ": expected formats of all operands with a history");
     NF_CHECK(rows.dim() == 2 && rows.size(0) == kHistories && rows.size(1) > kHistoryFirst &&
                  rows.size(1) <= kHistoryFirst + kLongestHistory && rows.is_contiguous() &&
                  rows.scalar_type() == ScalarType::Int,
@@ -227,6 +206,10 @@ std::tuple<Tensor, Tensor, Tensor> linear_forward(const Tensor& x, const Tensor&
                                                   std::optional<Tensor> bias,
                                                   std::optional<Tensor> w_rows,
                                                   std::optional<Tensor> w_scale, int64_t settings) {
+  if (leaves_in_bf16(settings)) {
+    NF_CHECK(!w_rows, "linear: expected no quantized w beside an operand in bf16, got one");
+    return mixed_input_forward(x, w, bias, settings);
+  }
   return forward(x, w, std::move(bias), std::move(w_rows), std::move(w_scale), {}, settings);
 }
 
@@ -234,6 +217,11 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(
     const Tensor& dy, std::optional<Tensor> x_columns, std::optional<Tensor> scales,
     std::optional<Tensor> w, std::optional<Tensor> w_columns, std::optional<Tensor> w_scale,
     int64_t in_features, int64_t settings) {
+  if (leaves_in_bf16(settings) || (x_columns && !is_codes(*x_columns))) {
+    NF_CHECK(!w_columns,
+             "linear_backward: expected no quantized w beside an operand in bf16, got one");
+    return mixed_input_backward(dy, x_columns, scales, w, in_features, settings);
+  }
   return backward(dy, std::move(x_columns), std::move(scales), std::move(w), std::move(w_columns),
                   std::move(w_scale), {}, in_features, settings);
 }

@@ -36,6 +36,31 @@ Matrix weight_for_dx(const std::optional<Tensor>& w, const Tensor& dy, int64_t n
   return Matrix(*w, op, "w");
 }
 
+float* scales_of(const Tensor& scales, int64_t least, const Tensor& as, const char* op,
+                 const char* name) {
+  check_same_device(scales, as, op, name);
+  NF_CHECK(scales.numel() >= least && scales.is_contiguous() &&
+               scales.scalar_type() == ScalarType::Float &&
+               reinterpret_cast<uintptr_t>(scales.data_ptr()) % 16 == 0,
+           op, ": expected ", name, " as float32 [", least,
+           "] at an address that is a multiple of 16, as narrowfloat's operators return it");
+  return static_cast<float*>(scales.data_ptr());
+}
+
+bool is_codes(const Tensor& t) {
+  const ScalarType dtype = t.scalar_type();
+  return dtype == ScalarType::Float8_e4m3fn || dtype == ScalarType::Float8_e5m2;
+}
+
+void check_codes(const Tensor& q, int64_t rows, int64_t cols, Element element, const char* op,
+                 const char* name) {
+  NF_CHECK(q.dim() == 2 && q.size(0) == padded(rows) && q.size(1) == padded(cols) &&
+               q.is_contiguous() && element_of(q, op, name) == element &&
+               reinterpret_cast<uintptr_t>(q.data_ptr()) % 16 == 0,
+           op, ": expected ", name, " contiguous [", padded(rows), ", ", padded(cols),
+           "] in the recipe's format, as narrowfloat::quantize returns it");
+}
+
 std::optional<Tensor> bias_for(const std::optional<Tensor>& bias, int64_t n, const Tensor& as,
                                const char* op) {
   if (!bias) return std::nullopt;

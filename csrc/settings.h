@@ -22,6 +22,16 @@ inline Element element_of(int64_t format, const char* op) {
   return static_cast<Element>(format);
 }
 
+// Of an operand that may be left in bf16.
+constexpr int64_t kInBf16 = static_cast<int64_t>(Element::bf16);
+inline Element operand_of(int64_t format, const char* op) {
+  return format == kInBf16 ? Element::bf16 : element_of(format, op);
+}
+inline bool leaves_in_bf16(int64_t settings) {  // of a layer's call: any operand
+  return (settings & kFormatBits) == kInBf16 ||
+         (settings >> kWFormatShift & kFormatBits) == kInBf16;
+}
+
 // 0 none, else Real + 1
 inline std::optional<Real> real_of(int64_t bits, const char* op) {
   NF_CHECK(bits >= 0 && bits <= 3, op, ": expected a dtype from 0 to 3, got ", bits);
@@ -34,8 +44,8 @@ struct ForwardSettings {
   bool fast, save_x;
 
   ForwardSettings(int64_t bits, const char* op)
-      : x(element_of(bits & kFormatBits, op)),
-        w(element_of(bits >> kWFormatShift & kFormatBits, op)),
+      : x(operand_of(bits & kFormatBits, op)),
+        w(operand_of(bits >> kWFormatShift & kFormatBits, op)),
         fast((bits & kFast) != 0),
         save_x((bits & kSaveX) != 0) {}
 };
@@ -46,8 +56,8 @@ struct BackwardSettings {
   std::optional<Real> dw, db;  // types of the gradients that are wanted
 
   BackwardSettings(int64_t bits, const char* op)
-      : dy(element_of(bits & kFormatBits, op)),
-        w(element_of(bits >> kWFormatShift & kFormatBits, op)),
+      : dy(operand_of(bits & kFormatBits, op)),
+        w(operand_of(bits >> kWFormatShift & kFormatBits, op)),
         fast_dgrad((bits & kFast) != 0),
         fast_wgrad((bits & kFastWgrad) != 0),
         need_dx((bits & kNeedDx) != 0),

@@ -107,7 +107,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def ends_of_training(recipe: str, device: str) -> tuple[float, float]:
+def ends_of_training(recipe: str | nf.Recipe, device: str) -> tuple[float, float]:
     """Last losses of a small regression, as plain nn.Linear and converted to the recipe."""
     target = torch.randn(64, 64, device=device) * 0.2
     losses = []

@@ -12,7 +12,19 @@ import torch
 from conftest import assert_same_bits
 
 from narrowfloat import reference_block
-from narrowfloat.formats import BLOCK, BLOCK_POW2, E4M3, MX, NONE, ROW, Scaling, padded, padded32
+from narrowfloat.formats import (
+    BLOCK,
+    BLOCK_POW2,
+    E4M3,
+    E5M2,
+    MX,
+    NONE,
+    ROW,
+    Format,
+    Scaling,
+    padded,
+    padded32,
+)
 from narrowfloat.settings import BlockOrientation, BlockQuantize
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -213,6 +225,23 @@ def test_restored(library, scaling: Scaling) -> None:
         code = ctypes.c_int64(scaling.code)
         library.run_block_restore(code, *at, *sizes, ctypes.c_void_p(got.data_ptr()))
         assert_same_bits(got, want, f"{shape}")
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+def test_codes_of_one_scale(library, fmt: Format) -> None:
+    """All codes as bf16, unscaled, and the scale as alpha. Of the NaN any will do."""
+    for rows, cols in [(1, 1), (16, 16), (33, 72), (256, 300)]:
+        shape = padded(rows), padded(cols)
+        codes = torch.arange(shape[0] * shape[1]).to(torch.uint8).view(shape)
+        want = codes.view(fmt.dtype).float().bfloat16()
+        scale, alpha = torch.tensor([0.3, 7.0, 0.0, 0.0]), torch.full((3,), -7.0)
+        got = garbage(want)
+        at = [ctypes.c_void_p(t.data_ptr()) for t in (codes, scale, got, alpha)]
+        sizes = ctypes.c_int64(rows), ctypes.c_int64(cols)
+        library.run_tensor_restore(ctypes.c_int64(fmt is E5M2), *at[:2], *sizes, *at[2:])
+        assert (got.isnan() == want.isnan()).all()
+        assert_same_bits(got.nan_to_num(), want.nan_to_num(), f"{rows} {cols}")
+        assert alpha.tolist() == [scale[0].item(), 0.0, -7.0]
 
 
 @pytest.mark.parametrize("square", [False, True])

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import narrowfloat as nf
 from narrowfloat import ops, support
+from narrowfloat.formats import IN_BF16
 from narrowfloat.settings import Backward, Forward
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -259,6 +260,9 @@ def cases_o74(device: str):
         for save in (True, False):
             args = (x, w, bias, None, None, Forward(E4M3, E4M3, True, save).pack())
             yield f"forward {name}", ops.linear_forward, args
+        for formats in ((IN_BF16, E4M3), (E5M2, IN_BF16)):
+            args = (x, w, bias, None, None, Forward(*formats, save_x=True).pack())
+            yield f"forward {formats} {name}", ops.linear_forward, args
         rows, w_columns, scale = ops.quantize_op(w, E4M3, True, True)
         settings = Forward(E4M3, E4M3, False, True).pack()
         held = (x, w.t().contiguous().t(), None, rows, scale, settings)
@@ -275,6 +279,14 @@ def cases_o74(device: str):
         ):
             settings = Backward(E5M2, E4M3, False, False, *wanted).pack()
             yield f"backward {name}", ops.linear_backward, (*tensors, k, settings)
+        for formats, of_x in (
+            ((IN_BF16, E4M3), saved),
+            ((E5M2, IN_BF16), saved),
+            ((E5M2, E4M3), (x, None)),
+        ):
+            settings = Backward(*formats, False, False, True, F32, BF16).pack()
+            args = (dy, *of_x, w, None, None, k, settings)
+            yield f"backward {formats} {name}", ops.linear_backward, args
     yield "quantize given", ops.quantize_op, (xs["ragged"], E5M2, True, True, real(4, dtype=F32))
     dy = real(24, 32).t()
     _, x_columns, x_scale = ops.quantize_op(xs["plain"], E4M3, False, True)

@@ -27,7 +27,20 @@ ROWS = nf.BlockRecipe("rows of e4m3", "row", "row", "row")
 WIDE_X = nf.Recipe(
     "x in e5m2", nf.Gemm("e5m2", "e4m3"), nf.Gemm("e4m3", "e4m3"), nf.Gemm("e4m3", "e5m2")
 )
+WIDE_W = nf.Recipe("w in e5m2", nf.Gemm("e4m3", "e5m2"), nf.Gemm("e4m3", "e5m2"), nf.Gemm())
 NEAREST = nf.FP4Recipe("nearest", stochastic_dy=False, rotate_wgrad=False)
+
+
+def without(*operands: str) -> nf.Recipe:
+    """fp8 with these operands in bf16, "fprop.a" to "wgrad.b"."""
+    gemms = {product: getattr(nf.Recipe(), product) for product in recipes.PRODUCTS}
+    for operand in operands:
+        product, side = operand.split(".")
+        gemms[product] = dataclasses.replace(gemms[product], **{side: None})
+    return nf.Recipe(f"without {' and '.join(operands)}", **gemms)
+
+
+OPERANDS = [f"{product}.{side}" for product in recipes.PRODUCTS for side in "ab"]
 
 NAMED = [n for n, r in nf.RECIPES.items() if isinstance(r, nf.MixedRecipe)] + ["fp8_bf16_wgrad"]
 EVERY = [nf.RECIPES[name] for name in NAMED] + [
@@ -40,12 +53,20 @@ EVERY = [nf.RECIPES[name] for name in NAMED] + [
     nf.MixedRecipe("nearest dx", "fp8", NEAREST, "nvfp4"),
     nf.MixedRecipe("rows", "fp8_row", ROWS, "fp8_row"),
     nf.MixedRecipe("formats", "fp8", WIDE_X, WIDE_X),
+    nf.MixedRecipe("formats of w", WIDE_W, "fp8", "fp8"),
     nf.MixedRecipe("dx", "fp8_block_pow2", "fp8", "mxfp8"),
     nf.MixedRecipe("one kind", "nvfp4", "nvfp4", "nvfp4"),
     nf.Recipe("bf16 dx", dgrad=nf.Gemm(None, None)),
     nf.Recipe("bf16 y", fprop=nf.Gemm(None, None)),
     nf.Recipe("bf16 alone", *[nf.Gemm(None, None)] * 3),
     nf.Recipe("fast", nf.Gemm("e4m3", "e4m3", "fast"), wgrad=nf.Gemm(None, None)),
+    *(without(operand) for operand in OPERANDS),
+    without("fprop.a", "wgrad.b"),  # x
+    without("fprop.b", "dgrad.b"),  # w
+    without("dgrad.a", "wgrad.a"),  # dy
+    nf.MixedRecipe("x of fp4", without("fprop.a"), "nvfp4", without("wgrad.b")),
+    nf.MixedRecipe("w among blocks", "mxfp8", without("dgrad.b"), "fp8_row"),
+    nf.MixedRecipe("dy after bf16", "bf16", without("dgrad.a"), without("wgrad.a")),
 ]
 every = pytest.mark.parametrize("recipe", EVERY, ids=str)
 named = pytest.mark.parametrize("recipe", NAMED)
@@ -59,8 +80,16 @@ def parts(recipe: Mixed) -> list[nf.FP4Recipe | nf.BlockRecipe | nf.Recipe]:
         return [
             parts(r)[at] if isinstance(r, nf.Recipe) and r.mix else r for at, r in enumerate(found)
         ]
-    fast = nf.Recipe("fast", nf.Gemm("e4m3", "e4m3", recipe.fprop.accumulate))
-    return [BF16 if getattr(recipe, p).a is None else fast for p in recipes.PRODUCTS]
+    return [part(recipe, product) for product in recipes.PRODUCTS]
+
+
+def part(recipe: nf.Recipe, product: str) -> nf.BlockRecipe | nf.Recipe:
+    gemm, none = getattr(recipe, product), nf.Gemm(None, None)
+    if gemm == none:
+        return BF16
+    if None in (gemm.a, gemm.b):
+        return nf.Recipe("alone", **dict.fromkeys(recipes.PRODUCTS, none) | {product: gemm})
+    return nf.Recipe("fast", nf.Gemm("e4m3", "e4m3", recipe.fprop.accumulate))
 
 
 def skip_where_it_does_not_run(recipe: str | Mixed, device: str) -> None:
@@ -313,12 +342,25 @@ CALLS = {
     "nearest dx": "linear_forward fp4_quantize draw_seed fp4_linear_backward fp4_linear_backward",
     "rows": "block_linear_forward block_linear_backward block_linear_backward",
     "formats": "linear_forward quantize linear_backward",
+    "formats of w": "linear_forward linear_backward",
     "dx": "block_linear_forward linear_backward block_linear_backward",
     "one kind": "fp4_linear_forward draw_seed fp4_linear_backward",
     "bf16 dx": "linear_forward block_linear_backward linear_backward",
     "bf16 y": "block_linear_forward quantize linear_backward",
     "bf16 alone": "block_linear_forward block_linear_backward",
     "fast": "linear_forward linear_backward block_linear_backward",
+    "without fprop.a": "linear_forward quantize linear_backward",
+    "without fprop.b": "linear_forward linear_backward",
+    "without dgrad.a": "linear_forward linear_backward linear_backward",
+    "without dgrad.b": "linear_forward linear_backward",
+    "without wgrad.a": "linear_forward linear_backward linear_backward",
+    "without wgrad.b": "linear_forward linear_backward",
+    "without fprop.a and wgrad.b": "linear_forward linear_backward",
+    "without fprop.b and dgrad.b": "linear_forward linear_backward",
+    "without dgrad.a and wgrad.a": "linear_forward linear_backward",
+    "x of fp4": "linear_forward draw_seed fp4_linear_backward linear_backward",
+    "w among blocks": "block_linear_forward linear_backward block_linear_backward",
+    "dy after bf16": "block_linear_forward quantize linear_backward",
 }
 
 
@@ -523,13 +565,18 @@ def test_mixed_recipes_are_values() -> None:
         (lambda: nf.MixedRecipe("m", "fp8", None, "fp8"), "^MixedRecipe: .*dgrad.*None"),
         (lambda: nf.MixedRecipe("m", "fp8", "fp8", []), r"^MixedRecipe: .*wgrad.*\[\]"),
         (lambda: nf.MixedRecipe("m", "fp8_delayed", "fp8", "fp8"), "fprop with scales from the te"),
-        (lambda: nf.Gemm("e4m3", None), "^Gemm: .*both operands.*'e4m3' and None"),
-        (lambda: nf.Gemm(None, "e4m3"), "^Gemm: .*both operands.*None and 'e4m3'"),
-        (lambda: nf.Gemm(None, None, "fast"), "^Gemm: expected accumulate='exact'"),
+        (lambda: nf.Gemm("e4m3", None, "fast"), "^Gemm: expected accumulate='exact'.*'e4m3' and"),
+        (lambda: nf.Gemm(None, "e5m2", "fast"), "^Gemm: expected accumulate='exact'.*None and 'e5"),
+        (lambda: nf.Gemm(None, None, "fast"), "^Gemm: expected accumulate='exact'.*None and None"),
+        (lambda: nf.Gemm(None, "e3m4"), "^Gemm: expected a format out of.*'e3m4'"),
         (lambda: nf.Gemm(None, None, "some"), "^Gemm: expected accumulate out of"),
         (
             lambda: nf.Recipe(wgrad=nf.Gemm(None, None), delayed=nf.Delayed()),
-            "^Recipe: expected all products in FP8 .*got wgrad in bf16",
+            "^Recipe: expected formats for all operands .*got None in wgrad",
+        ),
+        (
+            lambda: nf.Recipe(dgrad=nf.Gemm(None, "e4m3"), delayed=nf.Delayed()),
+            "^Recipe: expected formats for all operands .*got None in dgrad",
         ),
         (lambda: nf.Recipe(fprop=nf.Gemm("e5m2", "e4m3")), "one format for x"),
     ],

@@ -78,7 +78,8 @@ def test_value_semantics() -> None:
     [
         (("e4m4",), "e4m4"),
         (("e4m3", "bf16"), "bf16"),
-        ((None,), "None"),
+        ((None, "bf16"), "bf16"),
+        ((None, "e4m3", "fast"), "None and 'e4m3'"),
         (("e4m3", "e4m3", "slow"), "slow"),
         (("e4m3", "e4m3", True), "True"),
         (("e5m2", "e5m2"), "at most one e5m2"),

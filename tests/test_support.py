@@ -261,7 +261,7 @@ def test_what_was_not_run_is_not_said_to_be(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_kind_has_a_route_on_every_architecture_and_version() -> None:
-    assert set(support.TABLE) == {"fp8", "fp4", *formats.SCALINGS}
+    assert set(support.TABLE) == {"fp8", "fp8_bf16", "fp4", *formats.SCALINGS}
     for kind, rows in support.TABLE.items():
         assert tuple(rows) == support.ARCHITECTURES, kind
         for row, routes in rows.items():
@@ -454,6 +454,20 @@ def test_a_mixed_recipe_is_what_its_worst_product_is(cards: Cards) -> None:
     one = nf.MixedRecipe("one", "mxfp4", "fp8_row", "fp8_block")
     assert support.kinds_of(one) == ("row", "block", "fp4")
     assert not nf.supported(one, 1) and nf.supported(one, 0).how == "emulation"
+
+
+def test_an_operand_left_in_bf16_is_emulated(cards: Cards) -> None:
+    """Everywhere, and said once, whatever ran before."""
+    cards((8, 9), (9, 0), (10, 0), (12, 0))
+    support.require(nf.RECIPES["fp8"], torch.device("cuda", 0))
+    for gemm, how in ((nf.Gemm("e4m3", None), "emulation"), (nf.Gemm(None, None), "native")):
+        recipe = nf.Recipe("one", fprop=gemm)
+        assert {nf.supported(recipe, index).how for index in range(4)} == {how}
+        assert support.kinds_of(recipe) == (("fp8",) if how == "native" else ("fp8", "fp8_bf16"))
+    recipe = nf.Recipe("w", fprop=nf.Gemm("e4m3", None))
+    with pytest.warns(support.EmulationWarning, match="no tensor cores that multiply FP8 by bf16"):
+        support.require(recipe, torch.device("cuda", 0))
+    assert torch.device("cuda", 0) in support.ready_for(recipe)
 
 
 def test_one_warning_for_mixes_of_the_same_kinds(cards: Cards) -> None:

@@ -25,6 +25,7 @@ TESTS = [
     for name in (
         *("quantize", "linear", "convert", "ops", "main", "packaging", "support", "recipe"),
         *("reuse", "tune", "delayed", "block_linear", "fp4_linear", "fp4_weights", "mixed"),
+        "mixed_input",
     )
 ]
 NEEDED = ["pytest>=8", "pytest-xdist", "hypothesis", "numpy", "safetensors"]

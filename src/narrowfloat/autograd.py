@@ -128,7 +128,8 @@ def linear(
     if compiling:  # what was found of devices changes; a compiled graph must not depend on it
         check_quantizable(x, "linear")
     else:
-        ready = support.ready if type(recipe) is Recipe else support.ready_for(recipe)
+        plain = type(recipe) is Recipe and recipe.mix is None
+        ready = support.ready if plain else support.ready_for(recipe)
         if getattr(x, "device", None) not in ready:
             check_quantizable(x, "linear")
             support.require(recipe, x.device)

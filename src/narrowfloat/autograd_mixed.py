@@ -11,6 +11,7 @@ from torch import Tensor
 from . import ops
 from .mixed import MixedLayer
 from .recipe import MixedRecipe, Recipe
+from .reference import SCALE
 from .settings import BLOCK_KEEP_W, NEED_DX, SAVE_X, gradients
 
 # x's columns, their scales, their tensor scale; what the kind lacks is None
@@ -29,7 +30,8 @@ def run_forward(
     settings = mix.forward | SAVE_X if save_x else mix.forward
     if mix.fprop == "fp8":
         y, columns, scales = ops.linear_forward(x, w, bias, None, None, settings)
-        return y, (columns, None, scales), scales
+        of_x = scales if keep_w else scales[:SCALE]  # w's would be taken for dx, in another format
+        return y, (columns, None, of_x), scales
     if mix.fprop == "fp4":
         y, columns, of_blocks, scales = ops.fp4_linear_forward(x, w, bias, settings)
         return y, (columns, of_blocks, scales), None
@@ -74,10 +76,10 @@ _NO_COLUMNS: Columns = (None, None, None)
 
 
 class MixedLinearFunction(torch.autograd.Function):
-    """y [..., N] = x [..., K] w [N,K]^T + bias [N] as a MixedRecipe says, or a Recipe that has
-    a product in bf16, and its three gradients.
+    """y [..., N] = x [..., K] w [N,K]^T + bias [N] as a MixedRecipe says, or a Recipe that leaves
+    an operand in bf16, and its three gradients.
 
-    Saved for dw: x's columns as wgrad has them, or x itself where it is in bf16. Saved for dx: w
+    Saved for dw: x's columns as wgrad has them, x itself where it has x in bf16. Saved for dx: w
     itself, which costs nothing, and what the forward measured of it where dgrad is of that kind.
     Nothing is saved for a gradient that nobody needs. Where dx and dw are of one kind one operator
     makes both, else one each; db comes with dw, or with dx where there is no dw. Each backward
@@ -91,8 +93,8 @@ class MixedLinearFunction(torch.autograd.Function):
         mix = recipe.mix
         if mix is None:
             raise ValueError(
-                f"MixedLinearFunction: expected a MixedRecipe, or a Recipe with a product in bf16, "
-                f"got {recipe} (LinearFunction computes it)"
+                f"MixedLinearFunction: expected a MixedRecipe, or a Recipe with an operand in "
+                f"bf16, got {recipe} (LinearFunction computes it)"
             )
         ctx.needs, asked = gradients(ctx.needs_input_grad, w, bias)
         need_dx, need_dw, _ = ctx.needs

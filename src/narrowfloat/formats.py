@@ -24,6 +24,8 @@ E5M2 = Format("e5m2", 1, torch.float8_e5m2, 57344.0, 0x7F)
 FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2)}
 BY_CODE: dict[int, Format] = {f.code: f for f in FORMATS.values()}
 BY_DTYPE: dict[torch.dtype, Format] = {f.dtype: f for f in FORMATS.values()}
+# In place of a format's code: the operand stays in bf16, beside one that has a format.
+IN_BF16 = 3
 
 # FP4 (OCP MX specification 2023 for E2M1 and UE8M0; NVFP4: arXiv 2509.25149). The element of both
 # is E2M1: bits 0 to 2 of a code count up this grid, bit 3 is the sign.

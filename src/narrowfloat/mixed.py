@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .formats import BY_SCALING, NONE, ROW, SCALINGS
+from .formats import BY_SCALING, IN_BF16, NONE, ROW, SCALINGS
 from .settings import (
     Backward,
     BlockLayer,
@@ -17,8 +17,18 @@ from .settings import (
     Orientation,
 )
 
-# What the two calls of a layer of one kind are told; of it one product is taken.
-Layer = tuple[Forward, Backward] | BlockLayer | FP4Layer
+
+class PerTensor(NamedTuple):
+    """A product a b^T with one scale an operand: codes of their formats, IN_BF16 for one that has
+    none."""
+
+    a: int
+    b: int
+    fast: bool = False
+
+
+# A product alone, or what the two calls of a layer of one kind are told: of it one is taken.
+Layer = PerTensor | BlockLayer | FP4Layer
 
 
 class MixedLayer(NamedTuple):
@@ -45,7 +55,7 @@ def mix(fprop: Layer, dgrad: Layer, wgrad: Layer) -> MixedLayer:
     both = _both(dgrad, wgrad)
     forward, made = _forward(fprop, dgrad, wgrad)
     of_dw = _product(wgrad, "wgrad")
-    if of_dw == NONE.name:
+    if of_dw == NONE.name or (isinstance(wgrad, PerTensor) and wgrad.b == IN_BF16):
         columns = "x"
     else:
         columns = "forward" if made else "quantize"
@@ -63,7 +73,7 @@ def mix(fprop: Layer, dgrad: Layer, wgrad: Layer) -> MixedLayer:
         _keeps_w(fprop, dgrad),
         isinstance(dgrad, FP4Layer) and dgrad.stochastic_dy,
         isinstance(wgrad, FP4Layer) and wgrad.stochastic_dy,
-        tuple(name for name in ("fp8", *SCALINGS, "fp4") if name in used),
+        tuple(name for name in ("fp8", "fp8_bf16", *SCALINGS, "fp4") if name in used),
     )
 
 
@@ -77,6 +87,8 @@ def _product(layer: Layer, product: str) -> str:
     """Its row in the support table."""
     if isinstance(layer, BlockLayer):
         return BY_SCALING[getattr(layer, product)].name
+    if isinstance(layer, PerTensor) and IN_BF16 in (layer.a, layer.b):
+        return "fp8_bf16"
     return _kind(layer)
 
 
@@ -89,9 +101,8 @@ def _forward(fprop: Layer, dgrad: Layer, wgrad: Layer) -> tuple[int, bool]:
         return fprop._replace(rotate=wgrad.rotate).pack(), same  # of the columns alone
     if isinstance(fprop, BlockLayer):
         return _blocks(fprop, dgrad, wgrad).pack(), isinstance(wgrad, BlockLayer)
-    forward, _ = fprop
-    same = _kind(wgrad) == "fp8" and wgrad[0].x_format == forward.x_format  # type: ignore[union-attr]
-    return forward.pack(), same
+    same = isinstance(wgrad, PerTensor) and wgrad.b == fprop.a
+    return Forward(*fprop).pack(), same
 
 
 def _quantize(wgrad: Layer) -> int:
@@ -101,7 +112,7 @@ def _quantize(wgrad: Layer) -> int:
         return FP4Quantize(columns=how, mx=wgrad.mx).pack()
     if isinstance(wgrad, BlockLayer):
         return BlockQuantize(columns=BlockOrientation(wgrad.wgrad)).pack()
-    return wgrad[0].x_format
+    return wgrad.b
 
 
 def _keeps_w(fprop: Layer, dgrad: Layer) -> bool:
@@ -110,7 +121,7 @@ def _keeps_w(fprop: Layer, dgrad: Layer) -> bool:
         return False
     if isinstance(fprop, BlockLayer) or isinstance(dgrad, BlockLayer):
         return _product(fprop, "fprop") == _product(dgrad, "dgrad") == ROW.name
-    return fprop[0].w_format == dgrad[1].w_format
+    return fprop.b == dgrad.b != IN_BF16
 
 
 def _blocks(fprop: Layer | None, dgrad: Layer | None, wgrad: Layer | None) -> BlockLayer:
@@ -135,7 +146,9 @@ def _alone(layer: Layer, product: str) -> int:
     if isinstance(layer, BlockLayer):
         of_dx = product == "dgrad"
         return _blocks(None, layer if of_dx else None, None if of_dx else layer).pack()
-    return layer[1].pack()
+    if product == "dgrad":
+        return Backward(layer.a, layer.b, layer.fast).pack()
+    return Backward(layer.a, 0, fast_wgrad=layer.fast).pack()
 
 
 def _both(dgrad: Layer, wgrad: Layer) -> int | None:
@@ -150,9 +163,6 @@ def _both(dgrad: Layer, wgrad: Layer) -> int | None:
         if dgrad.dgrad == wgrad.wgrad == ROW.code and dgrad.e5m2_dy != wgrad.e5m2_dy:
             return None
         return _blocks(None, dgrad, wgrad).pack()
-    if _kind(dgrad) != "fp8" or _kind(wgrad) != "fp8":
-        return None
-    of_dx, of_dw = dgrad[1], wgrad[1]
-    if of_dx.dy_format != of_dw.dy_format:  # type: ignore[union-attr]
-        return None
-    return of_dx._replace(fast_wgrad=of_dw.fast_wgrad).pack()  # type: ignore[union-attr]
+    if isinstance(dgrad, PerTensor) and isinstance(wgrad, PerTensor) and dgrad.a == wgrad.a:
+        return Backward(dgrad.a, dgrad.b, dgrad.fast, wgrad.fast).pack()
+    return None

@@ -17,6 +17,7 @@ from .formats import (
     E4M3,
     E5M2,
     HIGH_PRECISION,
+    IN_BF16,
     NONE,
     block_codes_shape,
     block_scales_shape,
@@ -208,10 +209,12 @@ def _linear_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_linear(x, w, bias, "linear")
     x_format, _, _, save_x = Forward.unpack(settings)
+    save_x = save_x and x_format != IN_BF16
+    dtype = BY_CODE.get(x_format, E4M3).dtype
     m, (n, k) = _rows_of(x), w.shape
     return (
         x.new_empty((*x.shape[:-1], n)),
-        x.new_empty((padded(k), padded(m)) if save_x else (0,), dtype=BY_CODE[x_format].dtype),
+        x.new_empty((padded(k), padded(m)) if save_x else (0,), dtype=dtype),
         x.new_empty((2 * SCALE if w_rows is None else SCALE,), dtype=torch.float32),
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from . import formats
-from .mixed import Layer, MixedLayer, mix
+from .formats import IN_BF16
+from .mixed import Layer, MixedLayer, PerTensor, mix
 from .reference_delayed import LONGEST
 from .settings import GUARDED, Backward, BlockLayer, Forward, FP4Layer
 
@@ -17,9 +18,13 @@ PRODUCTS = ("fprop", "dgrad", "wgrad")
 class Gemm:
     """One product d [M,N] = a [M,K] b [N,K]^T.
 
-    a, b: formats of the operands; both None: the product is left in bf16. accumulate: "fast" lets
-    the tensor cores keep fewer bits of the running sum (cuBLASLt's FAST_ACCUM); "exact" carries it
-    in fp32.
+    a, b: formats of the operands; None: the operand is left in bf16. accumulate: "fast" lets the
+    tensor cores keep fewer bits of the running sum (cuBLASLt's FAST_ACCUM); "exact" carries it in
+    fp32.
+
+    With one None the other operand is quantized as it is without it, and bf16 tensor cores multiply
+    its codes, which bf16 holds exactly, at bf16's speed at best: it tells which operand costs
+    quality. fp32 and fp16 are rounded to bf16 for a None. Such a product has no "fast".
     """
 
     a: str | None = "e4m3"
@@ -31,20 +36,14 @@ class Gemm:
             raise ValueError(
                 f"Gemm: expected accumulate out of {ACCUMULATE}, got {self.accumulate!r}"
             )
-        if self.a is None and self.b is None:
-            if self.fast:
-                raise ValueError(
-                    "Gemm: expected accumulate='exact' of a product in bf16, got 'fast' "
-                    "(cuBLASLt has it for FP8 alone)"
-                )
-            return
-        if self.a is None or self.b is None:
+        if self.fast and None in (self.a, self.b):
             raise ValueError(
-                f"Gemm: expected formats of both operands or None for both, got {self.a!r} and "
-                f"{self.b!r} (no tensor core multiplies FP8 by bf16)"
+                f"Gemm: expected accumulate='exact' of a product with an operand in bf16, got "
+                f"'fast' with {self.a!r} and {self.b!r} (cuBLASLt has it for FP8 alone)"
             )
         for operand in (self.a, self.b):
-            formats.get(operand, "Gemm")
+            if operand is not None:
+                formats.get(operand, "Gemm")
         if self.a == self.b == "e5m2":
             raise ValueError(
                 "Gemm: expected at most one e5m2 operand, got two "
@@ -95,8 +94,8 @@ class Recipe:
     sign are lost on Hopper: 4096 ones sum to 4020, 16384 to 16093. In fprop it saves 0 to 2 % of a
     layer there (benchmarks/results/h200, "accumulation").
 
-    An operand that takes part in two products has one format in both: it is quantized once. A
-    product may be left in bf16, Gemm(None, None): the layer then computes as a MixedRecipe.
+    An operand that takes part in two products has one format in both: it is quantized once. In
+    either it may be left in bf16 instead: with a None anywhere the layer computes as a MixedRecipe.
     """
 
     name: str = "fp8"
@@ -109,7 +108,7 @@ class Recipe:
     forward_settings: int = field(init=False, repr=False, compare=False)
     backward_settings: int = field(init=False, repr=False, compare=False)
     history_settings: int = field(init=False, repr=False, compare=False)
-    # where a product is in bf16
+    # where an operand is in bf16
     mix: MixedLayer | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -135,11 +134,12 @@ class Recipe:
         object.__setattr__(self, "backward_settings", backward.pack())
         guarded = self.delayed is not None and self.delayed.guard
         object.__setattr__(self, "history_settings", GUARDED if guarded else 0)
-        left = [p for p in PRODUCTS if getattr(self, p).a is None]
+        gemms = {product: getattr(self, product) for product in PRODUCTS}
+        left = [product for product, gemm in gemms.items() if None in (gemm.a, gemm.b)]
         if left and self.delayed is not None:
             raise ValueError(
-                f"Recipe: expected all products in FP8 with scales from the steps before, got "
-                f"{' and '.join(left)} in bf16 (leave `delayed` out)"
+                f"Recipe: expected formats for all operands with scales from the steps before, got "
+                f"None in {' and '.join(left)} (leave `delayed` out)"
             )
         found = mix(*(_layer(self, product) for product in PRODUCTS)) if left else None
         object.__setattr__(self, "mix", found)
@@ -345,9 +345,11 @@ def _layer(recipe: OneKind, product: str) -> Layer:
     if not isinstance(recipe, Recipe):
         unpack = FP4Layer.unpack if isinstance(recipe, FP4Recipe) else BlockLayer.unpack
         return unpack(recipe.settings)
-    if getattr(recipe, product).a is None:
+    gemm = getattr(recipe, product)
+    if gemm.a is None and gemm.b is None:
         return BlockLayer()
-    return Forward.unpack(recipe.forward_settings), Backward.unpack(recipe.backward_settings)
+    a, b = (IN_BF16 if f is None else formats.get(f).code for f in (gemm.a, gemm.b))
+    return PerTensor(a, b, gemm.fast)
 
 
 FP8, NVFP4 = Recipe(), FP4Recipe()

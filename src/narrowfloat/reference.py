@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .formats import BY_CODE, BY_DTYPE, HIGH_PRECISION, Format, padded
+from .formats import BY_CODE, BY_DTYPE, E4M3, HIGH_PRECISION, IN_BF16, Format, padded
 from .settings import Backward, Forward
 
 # A tensor's scale in memory is (scale, multiplier, 0, 0): 16 bytes, as cuBLASLt wants it aligned.
@@ -96,10 +96,24 @@ def quantize(
     return q_rows, q_columns, scale
 
 
+def _operand(
+    x: Tensor, fmt_code: int, rows: bool, columns: bool, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """quantize(); of an operand IN_BF16 (rows, columns, zeros), without padding."""
+    if fmt_code != IN_BF16:
+        return quantize(x, fmt_code, rows, columns, scale)
+    plain = as_rows(x).to(torch.bfloat16)
+    return plain, plain.t(), torch.zeros(SCALE, dtype=torch.float32, device=x.device)
+
+
 def _product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
-    """fp32 a_scale b_scale (a b^T), whatever autocast is on."""
+    """fp32 a_scale b_scale (a b^T), whatever autocast is on; an operand in bf16 has no scale."""
+    scale = torch.ones((), dtype=torch.float32, device=a.device)
+    for operand, its in ((a, a_scale), (b, b_scale)):
+        if operand.dtype != torch.bfloat16:
+            scale = scale * its.flatten()[0]
     with torch.autocast(a.device.type, enabled=False):
-        return (a.float() @ b.float().t()) * (a_scale.flatten()[0] * b_scale.flatten()[0])
+        return (a.float() @ b.float().t()) * scale
 
 
 def scaled_mm(
@@ -173,20 +187,24 @@ def linear_forward(
     w_scale: Tensor | None,
     settings: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y [..., N] = x [..., K] w [N,K]^T + bias, operands quantized per tensor.
+    """y [..., N] = x [..., K] w [N,K]^T + bias, operands quantized per tensor, or one IN_BF16.
 
     w_rows, w_scale: a weight that is quantized already; settings: a packed Forward. Returns (y,
     x's transposed codes if save_x else empty, x's scales [4] and, unless it came quantized, w's
-    after them [8]).
+    after them [8]). Of an operand in bf16 the codes are empty and the scales zeros.
     """
     check_linear(x, w, bias, "linear")
     x_format, w_format, fast, save_x = Forward.unpack(settings)
+    if w_rows is not None and IN_BF16 in (x_format, w_format):
+        raise ValueError("linear: expected no quantized w beside an operand in bf16, got one")
     n, k = w.shape
     m = as_rows(x).shape[0]
-    x_rows, x_columns, x_scale = quantize(x, x_format, True, save_x)
+    x_rows, x_columns, x_scale = _operand(x, x_format, True, save_x)
+    if x_format == IN_BF16:
+        x_columns = _nothing(x, E4M3.dtype)
     scales = x_scale
     if w_rows is None or w_scale is None:
-        w_rows, _, w_scale = quantize(w, w_format, True, False)
+        w_rows, _, w_scale = _operand(w, w_format, True, False)
         scales = torch.cat([x_scale, w_scale])
     y = scaled_mm(x_rows[:m, :k], w_rows[:n, :k], x_scale, w_scale, bias, x.dtype, fast)
     return y.view(*x.shape[:-1], n), x_columns, scales
@@ -207,8 +225,9 @@ def linear_backward(
     Backward, do not ask for it.
 
     scales: those of linear_forward; with x's alone, [4], w is measured anew. dx needs w, or
-    w_columns and w_scale, its transposed codes. dw needs x_columns. db sums dy unquantized.
-    dy_scale: known before, not of the operator; else dy is measured.
+    w_columns and w_scale, its transposed codes. dw needs x_columns, or x itself in their place to
+    take it as bf16. db sums dy unquantized. dy_scale: known before, not of the operator; else dy is
+    measured.
     """
     check_quantizable(dy, "linear_backward", "dy")
     for name, t in (("x_columns", x_columns), ("scales", scales), ("w", w)):
@@ -223,17 +242,22 @@ def linear_backward(
     k, n = in_features, dy.shape[-1]
     dy2 = as_rows(dy)
     m = dy2.shape[0]
+    x_itself = x_columns is not None and x_columns.dtype in HIGH_PRECISION
+    if w_columns is not None and (x_itself or IN_BF16 in (dy_format, w_format)):
+        raise ValueError(
+            "linear_backward: expected no quantized w beside an operand in bf16, got one"
+        )
     dx = _nothing(dy, dy.dtype)
     dw = _nothing(dy, dw_dtype or dy.dtype)
     db = _nothing(dy, db_dtype or dy.dtype)
-    dy_rows, dy_columns, dy_scale = quantize(
+    dy_rows, dy_columns, dy_scale = _operand(
         dy2, dy_format, need_dx, dw_dtype is not None, dy_scale
     )
     if need_dx:
         if w_columns is None:
             known = scales is not None and scales.numel() >= 2 * SCALE
             w_scale = scales[SCALE:] if known else None  # type: ignore[index]
-            _, w_columns, w_scale = quantize(_given(w, "w"), w_format, False, True, w_scale)
+            _, w_columns, w_scale = _operand(_given(w, "w"), w_format, False, True, w_scale)
         dx = scaled_mm(
             dy_rows[:m, :n],
             w_columns[:k, :n],
@@ -244,9 +268,18 @@ def linear_backward(
             fast_dgrad,
         ).view(*dy.shape[:-1], k)
     if dw_dtype is not None:
+        x_columns = _given(x_columns, "x_columns")
+        if x_itself:
+            _, columns, scales = _operand(x_columns, IN_BF16, False, True)
+            if columns.shape != (k, m):
+                raise ValueError(
+                    f"linear_backward: expected x [..., {k}] of {m} rows, got "
+                    f"{tuple(x_columns.shape)}"
+                )
+            x_columns = columns
         dw = scaled_mm(
             dy_columns[:n, :m],
-            _given(x_columns, "x_columns")[:k, :m],
+            x_columns[:k, :m],
             dy_scale,
             _given(scales, "scales"),
             None,

@@ -79,7 +79,7 @@ def reuse_weights(model: nn.Module) -> Iterator[nn.Module]:
     that PyTorch does not count, those through `.data`, are not seen: leave the context first.
     A weight that is computed at each forward (a parametrization) is not held, nor is one of a layer
     with another recipe than a Recipe, as an FP4Recipe or a BlockRecipe, with scales from the steps
-    before or with a product in bf16: they are quantized at each forward as outside. Code under
+    before or with an operand in bf16: they are quantized at each forward as outside. Code under
     torch.compile and modules that are called from several streams quantize as outside the context
     (again for each stream); a capture holds its own copies.
     """

@@ -14,7 +14,7 @@ import torch
 
 from .formats import HIGH_PRECISION
 
-# bits 0 to 3: format of x or dy; 4 to 7: format of w; then
+# bits 0 to 3: format of x or dy; 4 to 7: format of w (formats.BY_CODE, or IN_BF16); then
 FAST = 1 << 8  # accumulation of fprop or dgrad
 FAST_WGRAD = 1 << 9
 SAVE_X = 1 << 10  # forward: x's transposed copy is wanted

@@ -65,6 +65,7 @@ _FP8, _FP4, _BF16 = "FP8 tensor cores", "FP4 tensor cores", "bf16 tensor cores"
 _NO_BLOCKS = "fp32 scales a block are cuBLASLt's on sm_90 alone; fp8_block_pow2 runs"
 _UNIT = Route("epilogue", _FP8, "unit scales, then a pass that scales")
 _NOTHING_FINER = "tensor cores that scale blocks"
+_NO_FP8_BY_BF16 = "tensor cores that multiply FP8 by bf16"
 
 
 def _from(since: int, route: Route, older: Route) -> tuple[Route, Route]:
@@ -73,10 +74,12 @@ def _from(since: int, route: Route, older: Route) -> tuple[Route, Route]:
 
 
 # The support table: kind of product -> architecture -> its routes, that of the newest library
-# first. Kinds are how both operands are scaled: "fp8" by tensor, "fp4", formats.SCALINGS. csrc
-# decides at a launch, and says what by _C.block_route and _C.has_fp4; tests hold both together.
+# first. Kinds are how both operands are scaled: "fp8" by tensor, "fp8_bf16" one of them so and the
+# other not, "fp4", formats.SCALINGS. csrc decides at a launch, and says what by _C.block_route and
+# _C.has_fp4; tests hold both together.
 TABLE: dict[str, dict[Architecture, tuple[Route, ...]]] = {
     "fp8": dict.fromkeys(ARCHITECTURES, (Route("native", _FP8),)),
+    "fp8_bf16": dict.fromkeys(ARCHITECTURES, (Route("bf16", _BF16, _NO_FP8_BY_BF16),)),
     "bf16": dict.fromkeys(ARCHITECTURES, (Route("native", _BF16),)),
     "row": {
         SM89: (_UNIT,),
@@ -134,7 +137,7 @@ TABLE: dict[str, dict[Architecture, tuple[Route, ...]]] = {
 
 # On which hardware the kinds were run; "mixed" is all that mixed.py puts together of them.
 RAN: dict[Architecture, tuple[str, frozenset[str]]] = {
-    SM90: ("run on an H200", frozenset(TABLE)),
+    SM90: ("run on an H200", frozenset(TABLE) - {"fp8_bf16"}),
 }
 
 
@@ -142,9 +145,9 @@ def kinds_of(recipe: AnyRecipe) -> tuple[str, ...]:
     """The kinds of product that a recipe has, those of TABLE; bf16 only where it has no other."""
     if isinstance(recipe, BlockRecipe):
         return recipe.scalings
-    if isinstance(recipe, MixedRecipe):
-        return recipe.mix.products
-    return ("fp4",) if isinstance(recipe, FP4Recipe) else ("fp8",)
+    if isinstance(recipe, FP4Recipe):
+        return ("fp4",)
+    return ("fp8",) if recipe.mix is None else recipe.mix.products
 
 
 def _is_mixed(recipe: AnyRecipe) -> bool:

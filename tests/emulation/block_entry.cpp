@@ -68,6 +68,13 @@ void run_block_restore(int64_t scaling, const void* codes, const void* scales, i
   block_restore(static_cast<Scaling>(scaling), codes, scales, rows, cols, operand, nullptr);
 }
 
+void run_tensor_restore(int64_t e5m2, const void* codes, const float* scale, int64_t rows,
+                        int64_t cols, void* operand, float* alpha) {
+  using namespace narrowfloat;
+  tensor_restore(e5m2 ? Element::e5m2 : Element::e4m3, codes, scale, rows, cols, operand, alpha,
+                 nullptr);
+}
+
 void run_block_spread(const void* scales, int64_t square, int64_t rows, int64_t cols,
                       uint8_t* mx_scales) {
   narrowfloat::block_spread_scales(scales, square != 0, rows, cols, mx_scales, nullptr);
