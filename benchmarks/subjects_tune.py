@@ -44,12 +44,14 @@ def _products(
         recipe = narrowfloat.RECIPES[name]
     x, w = run.randn(tokens, inputs, grad=True), run.randn(outputs, inputs, grad=True)
     dy = run.randn(tokens, outputs)
-    y = narrowfloat.linear(x, w, None, recipe)
-    gradient = functools.partial(torch.autograd.grad, y, grad_outputs=dy, retain_graph=True)
-    return {
+
+    def gradient(of: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
+        return functools.partial(torch.autograd.grad, y, of, dy, retain_graph=True)
+
+    return {  # one backward makes both gradients where both are wanted
         "fprop": functools.partial(narrowfloat.linear, x, w, None, recipe),
-        "dgrad": functools.partial(gradient, x),
-        "wgrad": functools.partial(gradient, w),
+        "dgrad": gradient(x, narrowfloat.linear(x, w.detach(), None, recipe)),
+        "wgrad": gradient(w, narrowfloat.linear(x.detach(), w, None, recipe)),
     }
 
 
