@@ -69,18 +69,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def write_tables(files: Sequence[pathlib.Path] | None) -> None:
-    """Between the markers of each file; by default of benchmarks/README.md, and of the package's
-    README.md if that has markers."""
-    text = record.tables(record.read())
-    if files is None:
-        files = [
-            path
-            for path in (record.ROOT / "benchmarks" / "README.md", record.ROOT / "README.md")
-            if path.exists() and record.BEGIN in path.read_text()
-        ]
-    for path in files:
-        path.write_text(record.into(path.read_text(), text))
-    print(text)
+    """Between the markers of each file; by default all rows into benchmarks/README.md, and those
+    that users ask for into the package's README.md."""
+    found = record.read()
+    package = record.ROOT / "README.md"
+    for path in files or (record.ROOT / "benchmarks" / "README.md", package):
+        brief = path.resolve() == package
+        path.write_text(record.into(path.read_text(), record.tables(found, brief)))
+    print(record.tables(found))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ import math
 import pathlib
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -346,33 +346,56 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(out)
 
 
-def tables(found: Sequence[tuple[str, dict[str, Any]]]) -> str:
+# What a table for users leaves out: rows that only those who work on the package look for.
+BRIEF: dict[str, Callable[[Row], bool]] = {
+    "linear": lambda r: (r["mode"], r["weights"], r["bias"]) == ("eager", "requantized", False),
+    "host": lambda r: True,
+    "memory": lambda r: True,
+    "decode": lambda r: r["tokens"] in (1, 4, 16, 64, 256, 1024, 4096),
+}
+
+
+def _most_seeds(rows: Iterable[Row]) -> list[Row]:
+    """Of one experiment the row with the most seeds; rows of other benches all."""
+    most: dict[tuple[Any, ...], Row] = {}
+    for r in rows:
+        which = key({**r, "seeds": None})
+        if which not in most or r.get("seeds", 0) > most[which]["seeds"]:
+            most[which] = r
+    return list(most.values())
+
+
+def _origins(machines: Iterable[Mapping[str, Any]]) -> str:
+    """The commits, by what they ran with."""
+    commits: dict[str, dict[str, None]] = {}
+    for m in machines:
+        name, date = str(m.get("commit")), str(m.get("date"))[:10]
+        dirty = "-dirty" if name.endswith("-dirty") else ""
+        where = f"torch {m.get('torch')}, driver {m.get('driver')}, cuBLASLt {m.get('cublaslt')}"
+        commits.setdefault(f"on {date} ({where})", {})[f"{name[:10]}{dirty}"] = None
+    return "; ".join(f"{', '.join(names)} {where}" for where, names in commits.items())
+
+
+def tables(found: Sequence[tuple[str, dict[str, Any]]], brief: bool = False) -> str:
     """Markdown: for each GPU and bench the newest of each row, and the commits they come from."""
     if not found:
         return NOTHING
     parts: list[str] = []
     for gpu in sorted({name for name, _ in found}):
-        newest: dict[tuple[Any, ...], Row] = {}
-        origin: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+        newest: dict[tuple[Any, ...], tuple[Row, Mapping[str, Any]]] = {}
         for name, content in found:
-            if name == gpu:
-                for r in content["rows"]:
-                    newest[key(r)], origin[key(r)] = r, content["machine"]
+            for r in content["rows"] if name == gpu else ():
+                if not brief or BRIEF.get(r["bench"], lambda _: False)(r):
+                    newest[key(r)] = r, content["machine"]
         if not newest:
             continue
-        runs = dict.fromkeys(
-            f"commit {str(m.get('commit'))[:10]}"
-            f"{'-dirty' if str(m.get('commit')).endswith('-dirty') else ''} on "
-            f"{str(m.get('date'))[:10]} (torch {m.get('torch')}, driver {m.get('driver')}, "
-            f"cuBLASLt {m.get('cublaslt')})"
-            for m in origin.values()
-        )
-        title = next(iter(origin.values())).get("gpu")
-        parts.append(f"### {title}\n\nFrom {'; '.join(runs)}.")
+        machines = [machine for _, machine in newest.values()]
+        parts.append(f"### {machines[0].get('gpu')}\n\nFrom commits {_origins(machines)}.")
         for bench in KEYS:
-            rows = sorted((r for r in newest.values() if r["bench"] == bench), key=_order)
+            rows = _most_seeds(r for r, _ in newest.values() if r["bench"] == bench)
             if not rows:
                 continue
+            rows.sort(key=_order)
             columns = [*KEYS[bench], *VALUES[bench]]
             barred = any(_verdicts(r, gpu) for r in rows)
             head = [c.replace("_", " ") for c in columns] + (["bar"] if barred else [])

@@ -296,7 +296,7 @@ def test_tables_take_the_newest_of_each_row(tmp_path):
     (tmp_path / "h200" / "other.json").write_text('{"something": "else"}')
     text = record.tables(record.read(tmp_path))
     assert "### NVIDIA H200" in text and "1.900" in text and "1.100" not in text
-    assert "commit 2026-11-30" in text and "commit 2026-11-29" in text
+    assert "2026-11-30 on 2026-11-30" in text and "2026-11-29 on 2026-11-29" in text
     tables = [part for part in text.split("\n\n") if part.startswith("|")]
     assert len(tables) == 2
     for table in tables:
@@ -313,9 +313,24 @@ def test_a_table_goes_between_the_markers_and_nowhere_else():
         record.into("nothing here", "new")
 
 
-def test_the_readme_shows_what_is_committed():
-    page = (BENCHMARKS / "README.md").read_text()
-    current = record.into(page, record.tables(record.read()))
+def test_of_a_training_the_most_seeds_are_shown_and_a_brief_table_is_the_users(tmp_path):
+    results = record.Results(tmp_path / "h200" / "a.json", FACTS)
+    for seeds, loss in ((1, 1.25), (3, 1.5), (2, 1.75)):
+        fields = dict.fromkeys(record.VALUES["train"], loss)
+        results.add(record.row("train", recipe="fp8", params=1, steps=2, seeds=seeds, **fields))
+    for mode in ("eager", "graph"):
+        shown = {"mode": mode, "weights": "requantized", "bias": False}
+        results.add(record.row("linear", **{**LINEAR, **shown}))
+    found = record.read(tmp_path)
+    text, brief = record.tables(found), record.tables(found, brief=True)
+    assert "1.5000" in text and "1.2500" not in text and "1.7500" not in text
+    assert "graph" in text and "graph" not in brief and "eager" in brief and "train" not in brief
+
+
+@pytest.mark.parametrize("folder, brief", [(BENCHMARKS, False), (BENCHMARKS.parent, True)])
+def test_the_readmes_show_what_is_committed(folder, brief):
+    page = (folder / "README.md").read_text()
+    current = record.into(page, record.tables(record.read(), brief))
     assert page == current, "run: python benchmarks/bench.py table"
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -123,27 +121,6 @@ def test_links_lead_somewhere() -> None:
 
 
 # ---- the tables that others write ----
-
-
-def record() -> ModuleType:
-    path = ROOT / "benchmarks" / "record.py"
-    if not path.exists():
-        pytest.skip("benchmarks/ is not there")
-    spec = importlib.util.spec_from_file_location("readme_record", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_measured_is_what_the_benchmarks_page_shows() -> None:
-    """That page is compared with the results themselves in test_bench.py."""
-    module = record()
-    page = (ROOT / "benchmarks" / "README.md").read_text()
-    assert module.BEGIN in section("Measured")
-    assert module.into(page, between(module.BEGIN, module.END).strip()) == page, (
-        "run: python benchmarks/bench.py table"
-    )
 
 
 def test_support_table_is_the_one_that_the_package_prints() -> None:

@@ -196,22 +196,26 @@ class EmulationWarning(UserWarning):
 _REFERENCE = "reference (slow, the same quantized bytes)"
 
 
+def _cells(recipe: AnyRecipe, row: Architecture) -> tuple[str, str]:
+    """How a recipe runs on an architecture, and where it was run."""
+    routes = [route(kind, row) for kind in kinds_of(recipe)]
+    worst = _worst(routes)
+    how = "; ".join(dict.fromkeys(r.cell for r in routes if r.how == worst))
+    return how, "" if worst == "no" else ran(row, recipe)
+
+
 def support_table() -> str:
     """The support table in Markdown, a line for each architecture and the recipes that run alike.
     README holds it as is."""
-    rows = [("recipe", "architecture", "chips", "runs", "tested"), ("---",) * 5]
-    alike: dict[tuple[tuple[str, ...], bool], list[str]] = {}
+    alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, recipe in recipes.RECIPES.items():
-        alike.setdefault((kinds_of(recipe), _is_mixed(recipe)), []).append(name)
-    for (kinds, _), names in alike.items():
-        for row in ARCHITECTURES:
-            routes = [route(kind, row) for kind in kinds]
-            worst = _worst(routes)
-            cells = dict.fromkeys(r.cell for r in routes if r.how == worst)
-            tested = "" if worst == "no" else ran(row, recipes.RECIPES[names[0]])
-            rows.append((", ".join(names), row.sm, row.chips, "; ".join(cells), tested))
-        rows.append((", ".join(names), "other GPUs", "", "no", ""))
-        rows.append((", ".join(names), "CPU", "", _REFERENCE, "run"))
+        alike.setdefault(tuple(_cells(recipe, row) for row in ARCHITECTURES), []).append(name)
+    rows = [("recipe", "architecture", "chips", "runs", "tested"), ("---",) * 5]
+    for found, names in alike.items():
+        for row, cells in zip(ARCHITECTURES, found, strict=True):
+            rows.append((", ".join(names), row.sm, row.chips, *cells))
+    rows.append(("every recipe", "other GPUs", "", "no", ""))
+    rows.append(("every recipe", "CPU", "", _REFERENCE, "run"))
     return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
 
 
