@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -77,13 +78,17 @@ def test_o71_data_dependent_token_counts(device, recipe, dtype):
             assert_as_eager(compiled, eager, tokens[:m])
 
 
-@pytest.mark.parametrize("recipe", nf.RECIPES)
-def test_o71_what_was_found_of_a_device_is_no_guard(monkeypatch, device, recipe):
-    """O-71: a graph made before the device was asked about serves after an eager call too."""
+@pytest.fixture
+def nothing_found_yet(monkeypatch):
     for found in ("ready", "ready_fp4"):
         monkeypatch.setattr(support, found, set())
     monkeypatch.setattr(support, "_NONE_YET", set())
     monkeypatch.setattr(support, "ready_block", {})
+
+
+@pytest.mark.parametrize("recipe", nf.RECIPES)
+def test_o71_what_was_found_of_a_device_is_no_guard(nothing_found_yet, device, recipe):
+    """O-71: a graph made before the device was asked about serves after an eager call too."""
     eager = nf.Linear(64, 48, device=device, recipe=recipe)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(eager, backend=counter, fullgraph=True)
@@ -91,6 +96,24 @@ def test_o71_what_was_found_of_a_device_is_no_guard(monkeypatch, device, recipe)
     for call in (compiled, eager, compiled):
         call(x)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("recipe", nf.RECIPES)
+def test_compiled_first_a_device_is_asked_too(monkeypatch, nothing_found_yet, recipe):
+    """A refusal comes before anything is launched, and emulation says so, once."""
+    answer = nf.Support(False, "no", "it has none of that")
+    monkeypatch.setattr(support, "supported", lambda *_: answer)
+    compiled = torch.compile(nf.Linear(32, 48, recipe=recipe), backend="aot_eager", fullgraph=True)
+    x = torch.randn(16, 32)
+    with pytest.raises(Exception, match=f"runs recipe {recipe}, got cpu: it has none of that"):
+        compiled(x)
+    answer = nf.Support(True, "emulation", "as good as it gets")
+    with pytest.warns(support.EmulationWarning, match=f"recipe {recipe} on cpu: as good"):
+        y = compiled(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", support.EmulationWarning)
+        torch._dynamo.reset()
+        assert_same_bits(compiled(x).detach(), y.detach())
 
 
 def test_o71_mask_inside_the_graph(device, recipe):

@@ -127,6 +127,7 @@ def linear(
     compiling = torch.compiler.is_compiling()
     if compiling:  # what was found of devices changes; a compiled graph must not depend on it
         check_quantizable(x, "linear")
+        support.require(recipe, x.device)
     else:
         plain = type(recipe) is Recipe and recipe.mix is None
         ready = support.ready if plain else support.ready_for(recipe)

@@ -338,8 +338,23 @@ def ready_for(recipe: AnyRecipe) -> set[torch.device]:
 def require(recipe: AnyRecipe, device: torch.device) -> None:
     """NotImplementedError with the reason where `recipe` does not run on `device`; a warning, the
     first time for its kind, where it is emulated there."""
-    if torch.compiler.is_compiling() or device in ready_for(recipe):
-        return
+    if torch.compiler.is_compiling():
+        # while it is traced: what a graph depends on would be the sets above, which change
+        if recipes.RECIPES.get(recipe.name) is recipe:
+            _require_named(recipe.name, device)
+    elif device not in ready_for(recipe):
+        _require(recipe, device)
+
+
+@torch.compiler.assume_constant_result
+def _require_named(name: str, device: torch.device) -> bool:
+    recipe = recipes.RECIPES[name]
+    if device not in ready_for(recipe):
+        _require(recipe, device)
+    return True
+
+
+def _require(recipe: AnyRecipe, device: torch.device) -> None:
     answer = supported(recipe, device)
     if not answer:
         raise NotImplementedError(
@@ -354,5 +369,5 @@ def require(recipe: AnyRecipe, device: torch.device) -> None:
         warnings.warn(
             f"narrowfloat: recipe {recipe} on {device}: {answer.reason}",
             EmulationWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
