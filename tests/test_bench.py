@@ -1,5 +1,7 @@
 """Decides whether the benchmarks count rightly: statistics, limits, rows, tables, a smoke run."""
 
+import contextlib
+import dataclasses
 import json
 import math
 import pathlib
@@ -18,6 +20,8 @@ import layer  # noqa: E402
 import measure  # noqa: E402
 import picture  # noqa: E402
 import record  # noqa: E402
+import subjects_fork  # noqa: E402
+import subjects_tune  # noqa: E402
 from measure import Contender, Device, Kernel  # noqa: E402
 
 FACTS = {
@@ -421,3 +425,85 @@ def test_picture_takes_the_newest_of_what_was_trained_and_timed(tmp_path):
     pytest.importorskip("matplotlib")
     picture.draw([point, point._replace(seeds=1, error_percent=None)], "a GPU", tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 5000
+
+
+# Subjects that the smoke run leaves out
+
+
+@pytest.fixture
+def tiny_demo(monkeypatch, tmp_path):
+    for needed in ("tqdm", "matplotlib"):
+        pytest.importorskip(needed)
+    demo = subjects_fork.demo()
+    for i in range(60):
+        (tmp_path / f"module{i}.py").write_text(f"value = {i}\n" * 20)
+    size = dataclasses.replace(
+        demo.SIZES["cpu"], layers=1, width=32, heads=2, context=16, batch=4, steps=16, warmup=2
+    )
+    monkeypatch.setattr(demo, "roots", lambda: {"text": tmp_path})
+    monkeypatch.setitem(demo.SIZES, "cpu", dataclasses.replace(size, eval_batches=1))
+
+
+def test_a_fork_differs_from_the_baseline_by_its_recipe_alone(tiny_demo, threads, tmp_path):
+    path = tmp_path / "fork.json"
+    arguments = ["fork", "--device", "cpu", "--out", str(path), "--commit", "abc"]
+    assert bench.main([*arguments, "--train-args", "--recipes fp8 nvfp4 --seeds 0 1"]) == 0
+    rows = {(r["recipe"], r["seed"]): r for r in json.loads(path.read_text())["rows"]}
+    assert set(rows) == {(r, s) for r in ("fp32", "fp8", "nvfp4") for s in (0, 1)}
+    for (recipe, _), row in rows.items():
+        assert (row["first"], row["last"]) == (8, 10)
+        gaps = row["gap_percent"], row["train_gap_percent"]
+        # of the baseline a second branch is the first one again
+        assert (gaps == (0, 0)) == (recipe == "fp32"), row
+        assert all(abs(gap) < 5 for gap in gaps)
+    assert rows["fp8", 0]["bf16_loss"] != rows["fp8", 1]["bf16_loss"]
+
+
+def test_tune_has_a_row_for_each_plan_that_a_product_finds(monkeypatch, tmp_path):
+    import narrowfloat
+
+    plans = [{"key": "known", "first_us": 1, "us": 1, "offered": 1, "tried": 1, "right": 1}]
+
+    def product(key, **found):
+        return lambda: plans.append({**plans[0], "key": key, **found})
+
+    made = {"fprop": product("a", first_us=6.0, us=4.0, offered=8), "dgrad": product("a")}
+    monkeypatch.setattr(subjects_tune, "LAYERS", {"fp8": ((128, 64, 32),)})
+    monkeypatch.setattr(subjects_tune, "_products", lambda *_: made)
+    monkeypatch.setattr(narrowfloat, "tune", contextlib.nullcontext)
+    monkeypatch.setattr(
+        narrowfloat, "save_plans", lambda file: file.write_text(json.dumps({"plans": plans}))
+    )
+    path = tmp_path / "tune.json"
+    assert bench.main(["tune", "--device", "cpu", "--out", str(path), "--commit", "abc"]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["product"] == "fprop" and row["ratio"] == 1.5 and row["offered"] == 8
+    assert (row["tokens"], row["in"], row["out"]) == (128, 64, 32)
+
+
+def test_tune_asks_for_one_product_at_a_time(monkeypatch):
+    from narrowfloat import ops
+    from narrowfloat.settings import Backward
+
+    class OnTheCPU:
+        def randn(self, *shape, grad=False):
+            return torch.randn(shape).requires_grad_(grad)
+
+    seen = []
+    for name in ("linear_forward", "linear_backward"):
+        inner = getattr(ops, name)
+
+        def noted(*arguments, name=name, inner=inner):
+            seen.append((name, arguments[-1]))
+            return inner(*arguments)
+
+        monkeypatch.setattr(ops, name, noted)
+    made = subjects_tune._products(OnTheCPU(), "fp8_fast", 32, 16, 48)
+    seen.clear()
+    for call in made.values():
+        call()
+    names = [name for name, _ in seen]
+    assert names == ["linear_forward", "linear_backward", "linear_backward"]
+    dgrad, wgrad = (Backward.unpack(bits) for _, bits in seen[1:])
+    assert dgrad.need_dx and dgrad.dw_dtype is None and not wgrad.need_dx and wgrad.dw_dtype
+    assert dgrad.fast_dgrad and wgrad.fast_wgrad
