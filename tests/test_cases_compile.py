@@ -98,11 +98,11 @@ def test_o71_what_was_found_of_a_device_is_no_guard(nothing_found_yet, device, r
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("recipe", nf.RECIPES)
+@pytest.mark.parametrize("recipe", [*nf.RECIPES.values(), nf.BlockRecipe("mine", "mx")], ids=str)
 def test_compiled_first_a_device_is_asked_too(monkeypatch, nothing_found_yet, recipe):
     """A refusal comes before anything is launched, and emulation says so, once."""
     answer = nf.Support(False, "no", "it has none of that")
-    monkeypatch.setattr(support, "supported", lambda *_: answer)
+    monkeypatch.setattr(support, "_supported", lambda *_: answer)
     compiled = torch.compile(nf.Linear(32, 48, recipe=recipe), backend="aot_eager", fullgraph=True)
     x = torch.randn(16, 32)
     with pytest.raises(Exception, match=f"runs recipe {recipe}, got cpu: it has none of that"):

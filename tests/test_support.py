@@ -236,7 +236,7 @@ def test_table_has_every_recipe_and_architecture() -> None:
             order = ("no", "emulation", "native")  # the worst of its kinds is what it is
             how = min((r.how for r in routes), key=order.index)
             assert all(r.cell in mine[0] for r in routes if r.how == how)
-            tested = "" if how == "no" else f"{support.ran(row, recipe)} "
+            tested = "" if how == "no" else f"{support.ran(row, support.needs_of(recipe))} "
             assert mine[0].endswith(f" | {tested}|")
     assert lines[-2:] == [
         "| every recipe | other GPUs | | no | |",
@@ -264,7 +264,7 @@ def test_what_was_not_run_is_not_said_to_be(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setitem(support.RAN, row, ("run there", frozenset(what)))
         for recipe in (nf.RECIPES["fp8"], nf.RECIPES["mxfp8"], one_in_bf16, mixed):
             want = "run there" if recipe.name in yes else "not run on hardware"
-            assert support.ran(row, recipe) == want, (what, recipe)
+            assert support.ran(row, support.needs_of(recipe)) == want, (what, recipe)
 
 
 def test_every_kind_has_a_route_on_every_architecture_and_version() -> None:
@@ -381,7 +381,9 @@ def test_blocks_run_where_the_table_says(
             assert device not in support.ready_for(nf.RECIPES[name])
         else:
             row = support.ARCHITECTURES[[8, 9, 10, 12].index(capability[0])]
-            assert answer.reason.endswith("; " + support.ran(row, nf.RECIPES[name]))
+            assert answer.reason.endswith(
+                "; " + support.ran(row, support.needs_of(nf.RECIPES[name]))
+            )
             for _ in range(2):  # once a device
                 support.require(nf.RECIPES[name], device)
             assert device in support.ready_for(nf.RECIPES[name])

@@ -157,10 +157,22 @@ def _is_mixed(recipe: AnyRecipe) -> bool:
     )
 
 
-def ran(row: Architecture, recipe: AnyRecipe) -> str:
-    """Whether, and where, recipes of this one's kinds were run on an architecture."""
+class Needs(NamedTuple):
+    """What a recipe asks of a device."""
+
+    name: str
+    kinds: tuple[str, ...]
+    mixed: bool
+
+
+def needs_of(recipe: AnyRecipe) -> Needs:
+    return Needs(recipe.name, kinds_of(recipe), _is_mixed(recipe))
+
+
+def ran(row: Architecture, needs: Needs) -> str:
+    """Whether, and where, recipes of these kinds were run on an architecture."""
     where, what = RAN.get(row, ("", frozenset()))
-    needed = {*kinds_of(recipe), *(("mixed",) if _is_mixed(recipe) else ())}
+    needed = {*needs.kinds, *(("mixed",) if needs.mixed else ())}
     return where if needed <= what else "not run on hardware"
 
 
@@ -198,10 +210,11 @@ _REFERENCE = "reference (slow, the same quantized bytes)"
 
 def _cells(recipe: AnyRecipe, row: Architecture) -> tuple[str, str]:
     """How a recipe runs on an architecture, and where it was run."""
-    routes = [route(kind, row) for kind in kinds_of(recipe)]
+    needs = needs_of(recipe)
+    routes = [route(kind, row) for kind in needs.kinds]
     worst = _worst(routes)
     how = "; ".join(dict.fromkeys(r.cell for r in routes if r.how == worst))
-    return how, "" if worst == "no" else ran(row, recipe)
+    return how, "" if worst == "no" else ran(row, needs)
 
 
 def support_table() -> str:
@@ -252,12 +265,14 @@ def supported(
     A CPU is served by the reference kernels: right, and slow. The decision is the device's own:
     another card in the machine does not matter.
     """
-    recipe = recipes.get(recipe)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(device, int):
         device = torch.device("cuda", device)
-    device = torch.device(device)
+    return _supported(needs_of(recipes.get(recipe)), torch.device(device))
+
+
+def _supported(needs: Needs, device: torch.device) -> Support:
     if device.type == "cpu":
         return Support(True, "reference", "plain PyTorch on the CPU, for tests and small models")
     if device.type == "meta":
@@ -278,7 +293,7 @@ def supported(
         return Support(
             False,
             "no",
-            f"recipe {recipe} needs FP8 tensor cores ({have}); cuda:{index} is "
+            f"recipe {needs.name} needs FP8 tensor cores ({have}); cuda:{index} is "
             f"sm_{capability[0]}{capability[1]}",
         )
     if _binary.module is not None and not compiled_for(_binary.module.archs(), capability):
@@ -288,8 +303,7 @@ def supported(
             f"the binary has code for {_binary.module.archs()}, not for sm_{capability[0]}"
             f"{capability[1]} of cuda:{index} (build it without NARROWFLOAT_CUDA_ARCHS)",
         )
-    kinds = kinds_of(recipe)
-    routes = [_found_route(kind, row, capability) for kind in kinds]
+    routes = [_found_route(kind, row, capability) for kind in needs.kinds]
     how = _worst(routes)
     decisive = [r for r in routes if r.how == how]
     if how == "no":
@@ -297,7 +311,7 @@ def supported(
         return Support(
             False,
             "no",
-            f"recipe {recipe} does not run on {sm}, which cuda:{index} is: {decisive[0].on}",
+            f"recipe {needs.name} does not run on {sm}, which cuda:{index} is: {decisive[0].on}",
         )
     if how == "emulation":
         lacks = " and ".join(dict.fromkeys(r.note or "products of this kind" for r in decisive))
@@ -306,7 +320,7 @@ def supported(
         on = " and ".join(dict.fromkeys(r.on for r in decisive))
         notes = "".join(dict.fromkeys(f", {r.note}" for r in decisive if r.note))
         reason = f"{on} of {row.chips} through cuBLASLt{notes}"
-    return Support(True, how, f"{reason}; {ran(row, recipe)}")
+    return Support(True, how, f"{reason}; {ran(row, needs)}")
 
 
 def never(recipe: str | AnyRecipe, capability: tuple[int, int]) -> bool:
@@ -328,8 +342,11 @@ _NONE_YET = set(_ALWAYS)
 
 
 def ready_for(recipe: AnyRecipe) -> set[torch.device]:
-    """The devices that were found to run recipes of this one's kind."""
-    kinds = kinds_of(recipe)
+    """The devices that were found to run recipes of this one's kinds."""
+    return _ready(kinds_of(recipe))
+
+
+def _ready(kinds: tuple[str, ...]) -> set[torch.device]:
     if kinds == ("fp8",):
         return ready
     return ready_fp4 if kinds == ("fp4",) else ready_block.get(kinds, _NONE_YET)
@@ -337,37 +354,36 @@ def ready_for(recipe: AnyRecipe) -> set[torch.device]:
 
 def require(recipe: AnyRecipe, device: torch.device) -> None:
     """NotImplementedError with the reason where `recipe` does not run on `device`; a warning, the
-    first time for its kind, where it is emulated there."""
+    first time for its kinds, where it is emulated there."""
     if torch.compiler.is_compiling():
-        # while it is traced: what a graph depends on would be the sets above, which change
-        if recipes.RECIPES.get(recipe.name) is recipe:
-            _require_named(recipe.name, device)
+        # asked now, while it is traced: a graph that looked at the sets above would be compiled
+        # anew when they change
+        _require_traced(*needs_of(recipe), device)
     elif device not in ready_for(recipe):
-        _require(recipe, device)
+        _require(needs_of(recipe), device)
 
 
 @torch.compiler.assume_constant_result
-def _require_named(name: str, device: torch.device) -> bool:
-    recipe = recipes.RECIPES[name]
-    if device not in ready_for(recipe):
-        _require(recipe, device)
+def _require_traced(name: str, kinds: tuple[str, ...], mixed: bool, device: torch.device) -> bool:
+    if device not in _ready(kinds):
+        _require(Needs(name, kinds, mixed), device)
     return True
 
 
-def _require(recipe: AnyRecipe, device: torch.device) -> None:
-    answer = supported(recipe, device)
+def _require(needs: Needs, device: torch.device) -> None:
+    answer = _supported(needs, device)
     if not answer:
         raise NotImplementedError(
-            f"narrowfloat: expected a device that runs recipe {recipe}, got {device}: "
+            f"narrowfloat: expected a device that runs recipe {needs.name}, got {device}: "
             f"{answer.reason}"
         )
-    if ready_for(recipe) is _NONE_YET:
-        ready_block[kinds_of(recipe)] = {*_ALWAYS, device}
+    if _ready(needs.kinds) is _NONE_YET:
+        ready_block[needs.kinds] = {*_ALWAYS, device}
     else:
-        ready_for(recipe).add(device)
+        _ready(needs.kinds).add(device)
     if answer.how == "emulation":
         warnings.warn(
-            f"narrowfloat: recipe {recipe} on {device}: {answer.reason}",
+            f"narrowfloat: recipe {needs.name} on {device}: {answer.reason}",
             EmulationWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
