@@ -133,13 +133,54 @@ def relative_error(a: torch.Tensor, ref: torch.Tensor) -> float:
     return ((a - ref).norm() / ref.norm()).item()
 
 
-def assert_close_as(a: torch.Tensor, ref: torch.Tensor, kind: str = "e4m3") -> None:
-    """Within the format's error of ref, the norm too (a cosine alone would not see a scale)."""
-    assert a.shape == ref.shape, (a.shape, ref.shape)
-    error = relative_error(a, ref)
-    assert error <= TOLERANCE[kind], f"relative error {error:.4f} > {TOLERANCE[kind]}"
+def assert_close_as(
+    a: torch.Tensor, ref: torch.Tensor, kind: str = "e4m3", spread: float = 1, what: str = ""
+) -> None:
+    """Within the format's error of ref, the norm too (a cosine alone would not see a scale).
+    spread: room where there are few values."""
+    assert a.shape == ref.shape, (what, a.shape, ref.shape)
+    error, limit = relative_error(a, ref), TOLERANCE[kind] * spread
+    assert error <= limit, f"{what}: relative error {error:.4f} > {limit}"
     ratio = (a.double().norm() / ref.double().norm()).item()
-    assert abs(ratio - 1) <= TOLERANCE[kind], f"norm ratio {ratio:.4f}"
+    assert abs(ratio - 1) <= limit, f"{what}: norm ratio {ratio:.4f}"
+
+
+def assert_layer_is_close(
+    made: nf.Linear,
+    x: torch.Tensor,
+    g: torch.Tensor | None = None,
+    kinds: tuple[str, str, str] = ("e4m3", "e5m2", "e5m2"),
+    spread: float = 1,
+) -> torch.Tensor:
+    """Forward and backward of `made` at x: y and the gradients against fp64; returns y.
+
+    g None means y.sum().backward(), whose gradient is an expanded one. kinds: of y, dx and dw.
+    """
+    x = x.detach().requires_grad_()
+    made.zero_grad(set_to_none=True)
+    y = made(x)
+    if g is None:
+        y.sum().backward()
+        g = torch.ones_like(y)
+    else:
+        y.backward(g)
+    k, n = made.in_features, made.out_features
+    x2, w, g2 = x.detach().double().reshape(-1, k), made.weight.detach().double(), g.double()
+    g2 = g2.reshape(-1, n)
+    ref = x2 @ w.t()
+    if made.bias is not None:
+        ref = ref + made.bias.detach().double()
+        # summed unquantized: only the rounding to the bias's own dtype remains
+        assert relative_error(made.bias.grad, g2.sum(0)) < 2**-8
+    assert y.shape == (*x.shape[:-1], n) and y.is_contiguous() and y.dtype == x.dtype
+    assert x.grad.shape == x.shape and x.grad.dtype == x.dtype
+    assert made.weight.grad.shape == (n, k) and made.weight.grad.dtype == made.weight.dtype
+    results = (y.detach().reshape(-1, n), x.grad.reshape(-1, k), made.weight.grad)
+    for a, right, kind, what in zip(
+        results, (ref, g2 @ w, g2.t() @ x2), kinds, ("y", "dx", "dw"), strict=True
+    ):
+        assert_close_as(a, right, kind, spread, what)
+    return y.detach()
 
 
 def assert_same_bits(a: torch.Tensor, b: torch.Tensor, what: str = "") -> None:

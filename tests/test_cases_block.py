@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import assert_close_as, assert_same_bits, relative_error
+from conftest import assert_close_as, assert_layer_is_close, assert_same_bits, relative_error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,30 +48,8 @@ def layer(k: int, n: int, recipe: nf.BlockRecipe, device: str, dtype=F32) -> nf.
 
 
 def check_all(made: nf.Linear, x: Tensor, g: Tensor | None = None, spread: float = 1) -> Tensor:
-    """Forward and backward at x, y and the gradients against fp64; returns y. g None: y.sum().
-    spread: room where there are few values."""
-    x = x.detach().requires_grad_()
-    made.zero_grad(set_to_none=True)
-    y = made(x)
-    if g is None:
-        y.sum().backward()
-        g = torch.ones_like(y)
-    else:
-        y.backward(g)
-    k, n = made.in_features, made.out_features
-    x2, w, g2 = x.detach().double().reshape(-1, k), made.weight.detach().double(), g.double()
-    g2 = g2.reshape(-1, n)
-    assert y.shape == (*x.shape[:-1], n) and y.is_contiguous() and y.dtype == x.dtype
-    assert x.grad.shape == x.shape and made.weight.grad.shape == (n, k)
-    for got, want, product in (
-        (y.detach().reshape(-1, n), x2 @ w.t() + made.bias.detach().double(), "fprop"),
-        (x.grad.reshape(-1, k), g2 @ w, "dgrad"),
-        (made.weight.grad, g2.t() @ x2, "wgrad"),
-    ):
-        limit = {"e4m3": 0.05, "e5m2": 0.08}[kind_of(made.recipe, product)] * spread
-        assert relative_error(got, want) < limit, product
-    assert relative_error(made.bias.grad, g2.sum(0)) < 2**-8
-    return y.detach()
+    kinds = tuple(kind_of(made.recipe, product) for product in ("fprop", "dgrad", "wgrad"))
+    return assert_layer_is_close(made, x, g, kinds, spread)
 
 
 # ---- shapes ----

@@ -6,7 +6,12 @@ import math
 
 import pytest
 import torch
-from conftest import assert_close_as, assert_same_bits, relative_error
+from conftest import (
+    assert_close_as,
+    assert_layer_is_close,
+    assert_same_bits,
+    relative_error,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -24,53 +29,21 @@ def layer(k: int, n: int, device: str, dtype: torch.dtype, bias: bool = True) ->
     return made
 
 
-def check_all(made: nf.FP8Linear, x: Tensor, g: Tensor | None = None) -> Tensor:
-    """Forward and backward of `made` at x: y and the gradients against fp64; returns y.
-
-    g None means y.sum().backward(), whose gradient is an expanded one.
-    """
-    x = x.detach().requires_grad_()
-    made.zero_grad(set_to_none=True)
-    y = made(x)
-    if g is None:
-        y.sum().backward()
-        g = torch.ones_like(y)
-    else:
-        y.backward(g)
-    k, n = made.in_features, made.out_features
-    x2, w, g2 = x.detach().double().reshape(-1, k), made.weight.detach().double(), g.double()
-    g2 = g2.reshape(-1, n)
-    ref = x2 @ w.t()
-    if made.bias is not None:
-        ref = ref + made.bias.detach().double()
-    assert y.shape == (*x.shape[:-1], n) and y.is_contiguous() and y.dtype == x.dtype
-    assert x.grad.shape == x.shape and x.grad.dtype == x.dtype
-    assert made.weight.grad.shape == (n, k) and made.weight.grad.dtype == made.weight.dtype
-    assert_close_as(y.detach().reshape(-1, n), ref, "e4m3")
-    assert_close_as(x.grad.reshape(-1, k), g2 @ w, "e5m2")
-    assert_close_as(made.weight.grad, g2.t() @ x2, "e5m2")
-    if made.bias is not None:
-        db = g2.sum(0)
-        # summed unquantized: only the rounding to the bias's own dtype remains
-        assert relative_error(made.bias.grad, db) < 2**-8
-    return y.detach()
-
-
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("m", [1, 7, 15, 50, 129])
 def test_o01_tokens_not_a_multiple_of_16(device, m, dtype):
     """O-01: M is the contracted size of the weight gradient and need not divide by 16."""
     made = layer(64, 128, device, dtype)
-    check_all(made, torch.randn(m, 64, device=device, dtype=dtype))
+    assert_layer_is_close(made, torch.randn(m, 64, device=device, dtype=dtype))
     x = torch.randn(m, 64, device=device, dtype=dtype)
-    check_all(made, x, torch.randn(m, 128, device=device, dtype=dtype))
+    assert_layer_is_close(made, x, torch.randn(m, 128, device=device, dtype=dtype))
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 256, 5120), (50, 256, 320), (3, 320, 1024)])
 def test_o02_few_rows_into_a_wide_layer(device, m, k, n):
     """O-02: a (1,256) timestep embedding; no padded row is visible."""
     made = layer(k, n, device, BF16)
-    y = check_all(made, torch.randn(m, k, device=device, dtype=BF16))
+    y = assert_layer_is_close(made, torch.randn(m, k, device=device, dtype=BF16))
     assert y.stride() == (n, 1)
     assert y.untyped_storage().nbytes() == m * n * 2 + y.storage_offset() * 2
 
@@ -104,7 +77,7 @@ def test_o04_odd_n_and_small_k(device, m, n, k, dtype):
     """O-04: (m, n, k) = (32, 15, 16) works, gradients too."""
     made = layer(k, n, device, dtype)
     g = torch.randn(m, n, device=device, dtype=dtype)
-    check_all(made, torch.randn(m, k, device=device, dtype=dtype), g)
+    assert_layer_is_close(made, torch.randn(m, k, device=device, dtype=dtype), g)
     x = torch.randn(m, k, device=device, dtype=dtype)
     y = nf.linear(x, made.weight.detach())
     assert y.shape == (m, n)
@@ -119,7 +92,7 @@ def test_o05_any_k_works(device, k):
         with torch.no_grad():
             made.weight.fill_(2.0)
     x = torch.full((32, k), 4.0, device=device, dtype=BF16)
-    check_all(made, torch.randn(32, k, device=device, dtype=BF16) if k > 2 else x)
+    assert_layer_is_close(made, torch.randn(32, k, device=device, dtype=BF16) if k > 2 else x)
 
 
 def test_o05_a_refusal_names_what_was_wrong(device):
@@ -150,7 +123,7 @@ def test_o07_no_tokens(device, shape, dtype):
         assert not parameter.grad.any()
     if device == "cuda":
         torch.cuda.synchronize()
-    check_all(made, torch.randn(5, 64, device=device, dtype=dtype))
+    assert_layer_is_close(made, torch.randn(5, 64, device=device, dtype=dtype))
 
 
 @pytest.mark.parametrize(("k", "n"), [(0, 8), (8, 0), (0, 0)])
@@ -297,7 +270,7 @@ def test_o11_any_number_of_dimensions(device, shape, bias, dtype):
     n = 640  # enough outputs of one row for the error to be near its mean
     made = layer(64, n, device, dtype, bias)
     x = torch.randn(*shape, device=device, dtype=dtype)
-    y = check_all(made, x, torch.randn(*shape[:-1], n, device=device, dtype=dtype))
+    y = assert_layer_is_close(made, x, torch.randn(*shape[:-1], n, device=device, dtype=dtype))
     assert y.shape == (*shape[:-1], n)
     assert_same_bits(y.reshape(-1, n), made(x.reshape(-1, 64)).detach(), "as the flat call")
     assert nf.quantize(x).data.shape == shape
