@@ -78,7 +78,7 @@ class TilesCall(ctypes.Structure):
 # found by the entry, and by one another, in the place of those in csrc
 REWRITTEN = (
     "fp4_matmul_kernels.cuh", "fp4_matmul_held.cu", "fp4_matmul_streamed.cu", "fp4_unpack.cu",
-    "fp4_matmul.cpp", "fp4_matmul_tiles.cu", "fp4_matmul_tiles_plan.cpp",
+    "fp4_matmul.cpp", "fp4_matmul_tiles.cu", "fp4_matmul_tiles.cuh", "fp4_matmul_tiles_plan.cpp",
 )  # fmt: skip
 
 
