@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import gc
 import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import narrowfloat as nf
 
@@ -181,6 +184,62 @@ def assert_layer_is_close(
     ):
         assert_close_as(a, right, kind, spread, what)
     return y.detach()
+
+
+def assert_autocast_is_a_cast(layer: nf.Linear, x: torch.Tensor) -> None:
+    """In autocast's dtypes y is that of the cast x, and gradients have their tensors' dtypes."""
+    for low in (torch.bfloat16, torch.float16):
+        leaf = x.detach().clone().requires_grad_()
+        layer.zero_grad()
+        with torch.autocast(x.device.type, dtype=low):
+            y = layer(leaf)
+        y.float().sum().backward()
+        assert y.dtype == low
+        assert leaf.grad.dtype == x.dtype and layer.weight.grad.dtype == layer.weight.dtype
+        cast = nf.linear(leaf.detach().to(low), layer.weight, layer.bias, layer.recipe)
+        assert_same_bits(y, cast)
+
+
+def assert_all_ways_are_eager(layer: nf.Linear, x: torch.Tensor, g: torch.Tensor) -> None:
+    """Checkpointed, compiled and without gradients: the same bits, gradients g of y included."""
+    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
+    ways = {
+        "eager": layer,
+        "reentrant": lambda t: checkpoint(layer, t, use_reentrant=True),
+        "not reentrant": lambda t: checkpoint(layer, t, use_reentrant=False),
+        "compiled": compiled,
+    }
+    results = []
+    for call in ways.values():
+        leaf = x.clone().requires_grad_()
+        made = compiled if call is compiled else layer
+        made.zero_grad()
+        y = call(leaf)
+        torch.manual_seed(5)  # of stochastic rounding
+        y.backward(g)
+        results.append((y, leaf.grad, made.weight.grad.clone(), made.bias.grad.clone()))
+    for what, other in zip(ways, results, strict=True):
+        for a, b in zip(results[0], other, strict=True):
+            assert_same_bits(a, b, what)
+    with torch.no_grad():
+        assert_same_bits(layer(x), results[0][0])
+        assert_same_bits(compiled(x), results[0][0])
+    with torch.inference_mode():
+        assert_same_bits(layer(x), results[0][0])
+
+
+def capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """call()'s graph and results; warmed up on a side stream first, as a capture needs."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    return graph, results
 
 
 def assert_same_bits(a: torch.Tensor, b: torch.Tensor, what: str = "") -> None:

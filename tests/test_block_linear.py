@@ -10,9 +10,15 @@ import weakref
 
 import pytest
 import torch
-from conftest import assert_close_as, assert_same_bits, ends_of_training, relative_error
+from conftest import (
+    assert_all_ways_are_eager,
+    assert_autocast_is_a_cast,
+    assert_close_as,
+    assert_same_bits,
+    ends_of_training,
+    relative_error,
+)
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import narrowfloat as nf
 from narrowfloat import formats, ops, reference_block
@@ -280,45 +286,15 @@ def test_matmul(device: str, recipe: str) -> None:
 def test_autocast(device: str, recipe: str) -> None:
     skip_where_it_does_not_run(recipe, device)
     layer = nf.Linear(64, 32, device=device, recipe=recipe)
-    x = torch.randn(16, 64, device=device, requires_grad=True)
-    for low in (torch.bfloat16, torch.float16):
-        with torch.autocast(device, dtype=low):
-            y = layer(x)
-        layer.zero_grad()
-        y.float().sum().backward()
-        assert y.dtype == low and x.grad.dtype == layer.weight.grad.dtype == torch.float32
-        inside = nf.linear(x.detach().to(low), layer.weight, layer.bias, recipe)
-        assert_same_bits(y, inside)
+    assert_autocast_is_a_cast(layer, torch.randn(16, 64, device=device))
 
 
 @named
 def test_checkpoint_compile_and_modes_give_the_same_bits(device: str, recipe: str) -> None:
     skip_where_it_does_not_run(recipe, device)
     layer = nf.Linear(72, 48, device=device, recipe=recipe)
-    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
-    x = torch.randn(33, 72, device=device)
-    g = torch.randn(33, 48, device=device)
-    ways = {
-        "eager": layer,
-        "reentrant": lambda t: checkpoint(layer, t, use_reentrant=True),
-        "not reentrant": lambda t: checkpoint(layer, t, use_reentrant=False),
-        "compiled": compiled,
-    }
-    results = []
-    for call in ways.values():
-        leaf = x.clone().requires_grad_()
-        made = compiled if call is compiled else layer
-        made.zero_grad()
-        y = call(leaf)
-        y.backward(g)
-        results.append((y, leaf.grad, made.weight.grad.clone(), made.bias.grad.clone()))
-    for what, other in zip(ways, results, strict=True):
-        for a, b in zip(results[0], other, strict=True):
-            assert_same_bits(a, b, what)
-    with torch.no_grad():
-        assert_same_bits(layer(x), results[0][0])
-    with torch.inference_mode():
-        assert_same_bits(layer(x), results[0][0])
+    x, g = torch.randn(33, 72, device=device), torch.randn(33, 48, device=device)
+    assert_all_ways_are_eager(layer, x, g)
 
 
 @named

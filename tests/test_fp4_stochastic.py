@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from conftest import assert_same_bits, relative_error
+from conftest import assert_same_bits, capture, relative_error
 from torch import Tensor
 
 import narrowfloat as nf
@@ -140,20 +140,6 @@ def test_compiled_backwards_draw_anew(device: str, recipe: str) -> None:
 
 
 # ---- captured graphs ----
-
-
-def capture(call) -> tuple[torch.cuda.CUDAGraph, object]:
-    """call()'s graph and results; warmed up on a side stream first, as a capture needs."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
-    return graph, results
 
 
 @pytest.mark.gpu

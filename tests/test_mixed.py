@@ -13,9 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same_bits, ends_of_training, relative_error
+from conftest import (
+    assert_all_ways_are_eager,
+    assert_autocast_is_a_cast,
+    assert_same_bits,
+    capture,
+    ends_of_training,
+    relative_error,
+)
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import narrowfloat as nf
 from narrowfloat import ops
@@ -206,46 +212,15 @@ def test_matmul_and_nonfinite(device: str, recipe: str) -> None:
 def test_autocast(device: str, recipe: str) -> None:
     skip_where_it_does_not_run(recipe, device)
     layer = nf.Linear(64, 32, device=device, recipe=recipe)
-    x = torch.randn(16, 64, device=device, requires_grad=True)
-    for low in (torch.bfloat16, torch.float16):
-        with torch.autocast(device, dtype=low):
-            y = layer(x)
-        layer.zero_grad()
-        y.float().sum().backward()
-        assert y.dtype == low and x.grad.dtype == layer.weight.grad.dtype == torch.float32
-        assert_same_bits(y, nf.linear(x.detach().to(low), layer.weight, layer.bias, recipe))
+    assert_autocast_is_a_cast(layer, torch.randn(16, 64, device=device))
 
 
 @every
 def test_checkpoint_compile_and_modes_give_the_same_bits(device: str, recipe: Mixed) -> None:
     skip_where_it_does_not_run(recipe, device)
     layer = nf.Linear(72, 48, device=device, recipe=recipe)
-    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
-    x = torch.randn(33, 72, device=device)
-    g = torch.randn(33, 48, device=device)
-    ways = {
-        "eager": layer,
-        "reentrant": lambda t: checkpoint(layer, t, use_reentrant=True),
-        "not reentrant": lambda t: checkpoint(layer, t, use_reentrant=False),
-        "compiled": compiled,
-    }
-    results = []
-    for call in ways.values():
-        leaf = x.clone().requires_grad_()
-        made = compiled if call is compiled else layer
-        made.zero_grad()
-        y = call(leaf)
-        torch.manual_seed(5)
-        y.backward(g)
-        results.append((y, leaf.grad, made.weight.grad.clone(), made.bias.grad.clone()))
-    for what, other in zip(ways, results, strict=True):
-        for a, b in zip(results[0], other, strict=True):
-            assert_same_bits(a, b, what)
-    with torch.no_grad():
-        assert_same_bits(layer(x), results[0][0])
-        assert_same_bits(compiled(x), results[0][0])
-    with torch.inference_mode():
-        assert_same_bits(layer(x), results[0][0])
+    x, g = torch.randn(33, 72, device=device), torch.randn(33, 48, device=device)
+    assert_all_ways_are_eager(layer, x, g)
 
 
 @named
@@ -277,15 +252,7 @@ def test_a_graphs_replay_is_the_call(cuda: str, recipe: Mixed) -> None:
         y = layer(x)
         return (y, *torch.autograd.grad(y, (x, layer.weight, layer.bias), g))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
+    graph, results = capture(call)
     for seed in (1, 2):
         with torch.no_grad():
             x.copy_(torch.randn_like(x))
