@@ -131,6 +131,11 @@ def ends_of_training(recipe: str | nf.Recipe, device: str) -> tuple[float, float
     return losses[0], losses[1]
 
 
+def skip_where_it_does_not_run(recipe: Any, device: str) -> None:
+    if not (answer := nf.supported(recipe, device)):
+        pytest.skip(answer.reason)
+
+
 def relative_error(a: torch.Tensor, ref: torch.Tensor) -> float:
     a, ref = a.double(), ref.double()
     return ((a - ref).norm() / ref.norm()).item()
@@ -226,6 +231,16 @@ def assert_all_ways_are_eager(layer: nf.Linear, x: torch.Tensor, g: torch.Tensor
         assert_same_bits(compiled(x), results[0][0])
     with torch.inference_mode():
         assert_same_bits(layer(x), results[0][0])
+
+
+def tensors_saved(layer: nf.Linear, x: torch.Tensor, *frozen: torch.Tensor) -> list[torch.Tensor]:
+    """For the backward of layer(x), by a layer with a bias where those need no gradient."""
+    found: list[torch.Tensor] = []
+    for t in (x, layer.weight, layer.bias):
+        t.requires_grad_(not any(t is f for f in frozen))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+        layer(x)
+    return found
 
 
 def capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

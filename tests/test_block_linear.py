@@ -3,20 +3,17 @@ right."""
 
 from __future__ import annotations
 
-import copy
-import gc
-import pickle
-import weakref
+import functools
 
 import pytest
 import torch
 from conftest import (
-    assert_all_ways_are_eager,
-    assert_autocast_is_a_cast,
     assert_close_as,
     assert_same_bits,
     ends_of_training,
     relative_error,
+    skip_where_it_does_not_run,
+    tensors_saved,
 )
 from torch import Tensor, nn
 
@@ -48,11 +45,6 @@ def tensors(m: int, k: int, n: int, dtype: torch.dtype, device: str) -> tuple[Te
     bias = torch.randn(n, device=device).to(dtype)
     dy = (torch.randn(m, n, device=device) * 1e-3).to(dtype)
     return x, w, bias, dy
-
-
-def skip_where_it_does_not_run(recipe: str | nf.BlockRecipe, device: str) -> None:
-    if not (answer := nf.supported(recipe, device)):
-        pytest.skip(answer.reason)
 
 
 def kind_of(recipe: nf.BlockRecipe, product: str) -> str:
@@ -198,15 +190,7 @@ def test_what_is_saved(device: str, recipe: str) -> None:
     layer = nf.Linear(256, 128, device=device, dtype=torch.bfloat16, recipe=recipe)
     x = torch.randn(512, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
     in_bf16 = nf.RECIPES[recipe].wgrad == "bf16"
-
-    def saved(*frozen: Tensor) -> list[Tensor]:
-        found: list[Tensor] = []
-        for t in (x, layer.weight, layer.bias):
-            t.requires_grad_(not any(t is f for f in frozen))
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
-            layer(x)
-        return found
-
+    saved = functools.partial(tensors_saved, layer, x)
     everything = saved()
     weight, data = layer.weight.data_ptr(), x.data_ptr()
     assert any(t.data_ptr() == weight for t in everything)
@@ -217,31 +201,6 @@ def test_what_is_saved(device: str, recipe: str) -> None:
     assert sum(storage(t) for t in only_w if t.data_ptr() != weight) <= 4 * 256
     assert all(t.data_ptr() != weight for t in saved(x))
     assert saved(x, layer.weight) == []
-
-
-@named
-def test_nothing_lives_on(device: str, recipe: str) -> None:
-    """After the backward nothing of a call is held, without the garbage collector."""
-    skip_where_it_does_not_run(recipe, device)
-    layer = nf.Linear(64, 48, device=device, recipe=recipe)
-    refs: list[weakref.ref[Tensor]] = []
-
-    def note(t: Tensor) -> Tensor:
-        if t is not layer.weight and t.data_ptr() != layer.weight.data_ptr():
-            refs.append(weakref.ref(t))
-        return t
-
-    gc.collect()
-    gc.disable()
-    try:
-        x = torch.randn(32, 64, device=device, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            y = layer(x)
-        y.sum().backward()
-        del x, y
-        assert refs and all(ref() is None for ref in refs)
-    finally:
-        gc.enable()
 
 
 def test_recipe_fields_reach_the_operators(device: str) -> None:
@@ -282,35 +241,6 @@ def test_matmul(device: str, recipe: str) -> None:
         assert relative_error(db, torch.autograd.grad(torch.matmul(a, b), b, g)[0]) < 0.09
 
 
-@named
-def test_autocast(device: str, recipe: str) -> None:
-    skip_where_it_does_not_run(recipe, device)
-    layer = nf.Linear(64, 32, device=device, recipe=recipe)
-    assert_autocast_is_a_cast(layer, torch.randn(16, 64, device=device))
-
-
-@named
-def test_checkpoint_compile_and_modes_give_the_same_bits(device: str, recipe: str) -> None:
-    skip_where_it_does_not_run(recipe, device)
-    layer = nf.Linear(72, 48, device=device, recipe=recipe)
-    x, g = torch.randn(33, 72, device=device), torch.randn(33, 48, device=device)
-    assert_all_ways_are_eager(layer, x, g)
-
-
-@named
-def test_copies_and_states(device: str, recipe: str) -> None:
-    skip_where_it_does_not_run(recipe, device)
-    layer = nf.Linear(32, 48, device=device, recipe=recipe)
-    plain = nn.Linear(32, 48, device=device)
-    plain.load_state_dict(layer.state_dict(), strict=True)
-    layer.load_state_dict(plain.state_dict(), strict=True)
-    x = torch.randn(5, 32, device=device)
-    assert layer.extra_repr().endswith(f"recipe={recipe}")
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert type(twin) is nf.Linear and twin.recipe == layer.recipe
-        assert_same_bits(twin(x), layer(x))
-
-
 def test_convert(device: str) -> None:
     model = nn.Sequential(*(nn.Linear(32, 32, device=device) for _ in range(8)))
     report = nf.convert(model, "mxfp8")
@@ -319,25 +249,6 @@ def test_convert(device: str) -> None:
     assert model[0].recipe is nf.RECIPES["mxfp8"] and "mxfp8" in str(report)
     with pytest.raises(ValueError, match="an FP4 recipe with inference=True, got fp8_block"):
         nf.convert(nn.Sequential(nn.Linear(8, 8)), "fp8_block", inference=True)
-
-
-@named
-def test_reused_weights_are_quantized_anew(device: str, recipe: str) -> None:
-    """reuse_weights holds nothing of such a layer and changes nothing, beside an FP8 one too."""
-    skip_where_it_does_not_run(recipe, device)
-    model = nn.Sequential(
-        nf.Linear(32, 32, device=device, recipe=recipe), nf.FP8Linear(32, 32, device=device)
-    )
-    x = torch.randn(8, 32, device=device)
-    with torch.no_grad():
-        want = model(x)
-        with nf.reuse_weights(model):
-            assert_same_bits(model(x), want)
-            cache = model[0].weight_cache
-            assert cache is not None and len(cache._held) == 1
-            model[0].weight.mul_(2)
-            changed = model(x)
-        assert_same_bits(changed, model(x))
 
 
 @named

@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from conftest import assert_same_bits
+from conftest import assert_same_bits, capture
 from torch.utils.checkpoint import checkpoint
 
 import narrowfloat as nf
@@ -396,14 +396,7 @@ def test_a_captured_step_counts_once_a_replay(cuda: str) -> None:
         layer(x).backward(dy)
         optimizer.step()
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            whole_step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        whole_step()
+    graph, _ = capture(whole_step)
     layer.scale_history.zero_()
     want = []
     for i in range(4):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 
 import pytest
 import torch
-from conftest import assert_close_as, assert_same_bits, relative_error
+from conftest import assert_close_as, assert_same_bits, relative_error, tensors_saved
 from torch import Tensor, nn
 
 import narrowfloat as nf
@@ -135,15 +136,7 @@ def test_what_is_saved(device: str) -> None:
     """x's packed columns, 9/16 byte an element, and w itself; nothing for what nobody needs."""
     layer = nf.FP4Linear(256, 128, device=device, dtype=torch.bfloat16)
     x = torch.randn(512, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
-
-    def saved(*frozen: Tensor) -> list[Tensor]:
-        found: list[Tensor] = []
-        for t in (x, layer.weight, layer.bias):
-            t.requires_grad_(not any(t is f for f in frozen))
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
-            layer(x)
-        return found
-
+    saved = functools.partial(tensors_saved, layer, x)
     everything = saved()
     own = sum(t.numel() * t.element_size() for t in everything if t is not layer.weight)
     own -= sum(

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
+import functools
 import pickle
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +14,12 @@ import pytest
 import torch
 from conftest import (
     assert_all_ways_are_eager,
-    assert_autocast_is_a_cast,
     assert_same_bits,
     capture,
     ends_of_training,
     relative_error,
+    skip_where_it_does_not_run,
+    tensors_saved,
 )
 from torch import Tensor, nn
 
@@ -96,11 +96,6 @@ def part(recipe: nf.Recipe, product: str) -> nf.BlockRecipe | nf.Recipe:
     if None in (gemm.a, gemm.b):
         return nf.Recipe("alone", **dict.fromkeys(recipes.PRODUCTS, none) | {product: gemm})
     return nf.Recipe("fast", nf.Gemm("e4m3", "e4m3", recipe.fprop.accumulate))
-
-
-def skip_where_it_does_not_run(recipe: str | Mixed, device: str) -> None:
-    if not (answer := nf.supported(recipe, device)):
-        pytest.skip(answer.reason)
 
 
 def run(
@@ -206,13 +201,6 @@ def test_matmul_and_nonfinite(device: str, recipe: str) -> None:
     dy[3, 5] = float("inf")
     _, dx, dw, _ = run(a, b, None, dy, recipe)
     assert not dx.isfinite().all() and not dw.isfinite().all()
-
-
-@named
-def test_autocast(device: str, recipe: str) -> None:
-    skip_where_it_does_not_run(recipe, device)
-    layer = nf.Linear(64, 32, device=device, recipe=recipe)
-    assert_autocast_is_a_cast(layer, torch.randn(16, 64, device=device))
 
 
 @every
@@ -363,15 +351,7 @@ def test_what_is_saved(device: str, recipe: Mixed) -> None:
     layer = nf.Linear(256, 128, device=device, dtype=torch.bfloat16, recipe=recipe)
     x = torch.randn(512, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
     mix = recipe.mix
-
-    def saved(*frozen: Tensor) -> list[Tensor]:
-        found: list[Tensor] = []
-        for t in (x, layer.weight, layer.bias):
-            t.requires_grad_(not any(t is f for f in frozen))
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
-            layer(x)
-        return found
-
+    saved = functools.partial(tensors_saved, layer, x)
     everything = saved()
     weight, data = layer.weight.data_ptr(), x.data_ptr()
     assert any(t.data_ptr() == weight for t in everything)
@@ -386,46 +366,7 @@ def test_what_is_saved(device: str, recipe: Mixed) -> None:
     assert saved(x, layer.weight) == []
 
 
-@named
-def test_nothing_lives_on(device: str, recipe: str) -> None:
-    """After the backward nothing of a call is held, without the garbage collector."""
-    skip_where_it_does_not_run(recipe, device)
-    layer = nf.Linear(64, 48, device=device, recipe=recipe)
-    refs: list[weakref.ref[Tensor]] = []
-
-    def note(t: Tensor) -> Tensor:
-        if t.data_ptr() != layer.weight.data_ptr():
-            refs.append(weakref.ref(t))
-        return t
-
-    gc.collect()
-    gc.disable()
-    try:
-        x = torch.randn(32, 64, device=device, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            y = layer(x)
-        y.sum().backward()
-        del x, y
-        assert refs and all(ref() is None for ref in refs)
-    finally:
-        gc.enable()
-
-
 # ---- layers and models ----
-
-
-@named
-def test_copies_and_states(device: str, recipe: str) -> None:
-    skip_where_it_does_not_run(recipe, device)
-    layer = nf.Linear(32, 48, device=device, recipe=recipe)
-    plain = nn.Linear(32, 48, device=device)
-    plain.load_state_dict(layer.state_dict(), strict=True)
-    layer.load_state_dict(plain.state_dict(), strict=True)
-    x = torch.randn(5, 32, device=device)
-    assert layer.extra_repr().endswith(f"recipe={recipe}")
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert type(twin) is nf.Linear and twin.recipe == layer.recipe
-        assert_same_bits(twin(x), layer(x))
 
 
 def eight(device: str) -> nn.Sequential:
@@ -460,24 +401,6 @@ def test_convert_for_inference(device: str) -> None:
     assert isinstance(fresh[0], nf.PackedFP4Linear)
     with pytest.raises(ValueError, match="an FP4 recipe with inference=True, got fp8_block_back"):
         nf.convert(eight(device), "fp8_block_backward", inference=True)
-
-
-@named
-def test_reused_weights_are_quantized_anew(device: str, recipe: str) -> None:
-    """reuse_weights holds nothing of such a layer and changes nothing, beside an FP8 one too."""
-    skip_where_it_does_not_run(recipe, device)
-    model = nn.Sequential(
-        nf.Linear(32, 32, device=device, recipe=recipe), nf.FP8Linear(32, 32, device=device)
-    )
-    x = torch.randn(8, 32, device=device)
-    with torch.no_grad():
-        want = model(x)
-        with nf.reuse_weights(model):
-            assert_same_bits(model(x), want)
-            assert len(model[0].weight_cache._held) == 1
-            model[0].weight.mul_(2)
-            changed = model(x)
-        assert_same_bits(changed, model(x))
 
 
 @named
