@@ -203,13 +203,16 @@ class LinearCase:
 
 def linear(run: Run) -> None:
     """A layer, forward + backward, x wanting a gradient too, ours and bf16's in turns."""
+    import narrowfloat
+
     shapes = run.shapes((*LARGE, *SMALL))
     torchao = peers.torchao_recipes() if run.options.peers else ()
     cases: list[tuple[tuple[int, ...], bool, list[str]]] = []
+    holds = narrowfloat.RECIPES[run.recipe].weight is not None
     for shape in shapes:
         graph = shape in SMALL or not run.device.cuda or run.options.graph
         for bias in (False,) if shape in SMALL else (False, True):
-            modes = ["requantized"] + (["reused"] if run.recipe == "fp8" else [])
+            modes = ["requantized"] + (["reused"] if holds else [])
             modes += ["graph"] if graph and not bias else []
             modes += ["compiled"] if run.options.compiled and not bias else []
             modes += [f"torchao {recipe}" for recipe in torchao if not bias]

@@ -42,7 +42,7 @@ VALUES = {
     "memory": ("bytes", "bf16_bytes", "ratio"),
     "model": ("ratio",),
     "train": ("loss", "bf16_loss", "gap_percent", "gap_error_percent"),
-    "fork": ("loss", "bf16_loss", "gap_percent", "train_gap_percent"),
+    "fork": ("loss", "bf16_loss", "gap_percent", "train_gap_percent", "weights_gap_percent"),
     "decode": ("ratio",),
     "accumulation": ("sum",),
     "tune": ("first_us", "us", "ratio", "offered", "tried", "right"),
@@ -221,7 +221,7 @@ def _linear_bars() -> list[tuple[dict[str, Any], str, float]]:
         where = {"bench": "linear", "recipe": "nvfp4", "mode": "eager", **_shape(shape)}
         bars.append((where, "ratio", ratio))
     for recipe, ratio in (("fp8_delayed", 1.76), ("fp8_row", 1.57), ("fp8_block", 1.5)):
-        where = {"bench": "linear", "recipe": recipe, "mode": "eager"}
+        where = {"bench": "linear", "recipe": recipe, "mode": "eager", "weights": "requantized"}
         bars.append(({**where, **_shape((16384, 8192, 8192))}, "ratio", ratio))
         bars.append(({**where, **_shape((16384, 8192, 8192))}, "of_limit", 0.95))
     return bars

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib.util
 import shlex
+import statistics
 import sys
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import record
 import torch
 from run import Run
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @functools.cache
@@ -33,6 +34,7 @@ class Branch(NamedTuple):
     """How the steps after the fork went."""
 
     train: float  # mean loss over their second half
+    in_bf16: float  # the same of the same weights in plain PyTorch
     held_out: float  # loss after them
 
 
@@ -63,14 +65,29 @@ class Training:
         weights, moments = self.state
         model.load_state_dict(weights)
         optimizer.load_state_dict(copy.deepcopy(moments))
-        losses = self._steps(model, optimizer, self.first, self.last)
+        plain = self._plain(model)
+        middle = (self.first + self.last) // 2
+        self._steps(model, optimizer, self.first, middle)
+        train, in_bf16 = [], []
+        for i in range(middle, self.last):
+            batch = self.starts[i : i + 1]
+            in_bf16.append(demo().evaluate(plain, self.text.train, batch, self.size))
+            train.append(self._steps(model, optimizer, i, i + 1))
         held_out = demo().evaluate(model, self.text.held_out, self.evaluated, self.size)
-        return Branch(losses[len(losses) // 2 :].double().mean().item(), held_out)
+        return Branch(torch.cat(train).double().mean().item(), statistics.fmean(in_bf16), held_out)
+
+    def _plain(self, model: nn.Module) -> nn.Module:
+        """The baseline's model of these very parameters."""
+        plain: nn.Module = demo().build(self.size, self.seed, self.size.baseline, self.device)
+        for name, module in plain.named_modules():
+            module._parameters.update(model.get_submodule(name)._parameters)
+        return plain
 
 
 def fork(run: Run) -> None:
-    """Of each recipe the loss after the fork over the baseline's. The baseline's own row is its
-    second branch: what two branches that differ in nothing lie apart."""
+    """Of each recipe the loss after the fork over the baseline's; weights_gap_percent: of its
+    weights in the baseline's products. The baseline's own row is its second branch: what two
+    branches that differ in nothing lie apart."""
     options = demo().arguments(shlex.split(run.options.train_args))
     size = demo().SIZES["full" if run.device.cuda else "cpu"]
     if options.steps is not None:
@@ -96,5 +113,6 @@ def fork(run: Run) -> None:
                         bf16_loss=base.held_out,
                         gap_percent=100 * (own.held_out / base.held_out - 1),
                         train_gap_percent=100 * (own.train / base.train - 1),
+                        weights_gap_percent=100 * (own.in_bf16 / base.in_bf16 - 1),
                     )
                 )

@@ -56,21 +56,32 @@ Route route_on(Scaling scaling, int device, const char* op) {
   return route;
 }
 
-void check_saved(const Tensor& codes, const Tensor& scales, Scaling scaling, int64_t rows,
-                 int64_t cols, const char* op) {
+// Of a product whose w is given quantized.
+void check_held(Scaling scaling, const char* op) {
+  NF_CHECK(scaling != Scaling::none, op,
+           ": expected no quantized w for a product in bf16, got one (pass w alone)");
+}
+
+// Codes of [rows, cols] and their scales, as block_quantize returns them.
+void check_quantized(const Tensor& codes, const std::optional<Tensor>& scales, Scaling scaling,
+                     bool square, int64_t rows, int64_t cols, const Tensor& as, const char* op,
+                     const char* name) {
+  NF_CHECK(scales, op, ": expected ", name, "_scales for ", name, ", got none");
+  check_same_device(codes, as, op, name);
+  check_same_device(*scales, as, op, (std::string(name) + "_scales").c_str());
   const ScalarType scale_dtype = scaling == Scaling::mx ? ScalarType::Byte : ScalarType::Float;
-  const int64_t bytes = scale_bytes(scaling, false, rows, cols);
+  const int64_t bytes = scale_bytes(scaling, square, rows, cols);
   NF_CHECK(codes.dim() == 2 && codes.size(0) == padded(rows) &&
                codes.size(1) == codes_cols(scaling, cols) && codes.is_contiguous() &&
                codes.scalar_type() == ScalarType::Float8_e4m3fn &&
                reinterpret_cast<uintptr_t>(codes.data_ptr()) % 16 == 0 &&
-               scales.scalar_type() == scale_dtype && scales.is_contiguous() &&
-               scales.numel() * (scaling == Scaling::mx ? 1 : 4) == bytes &&
-               reinterpret_cast<uintptr_t>(scales.data_ptr()) % 16 == 0,
-           op, ": expected x_columns as float8_e4m3fn [", padded(rows), ", ",
+               scales->scalar_type() == scale_dtype && scales->is_contiguous() &&
+               scales->numel() * (scaling == Scaling::mx ? 1 : 4) == bytes &&
+               reinterpret_cast<uintptr_t>(scales->data_ptr()) % 16 == 0,
+           op, ": expected ", name, " as float8_e4m3fn [", padded(rows), ", ",
            codes_cols(scaling, cols), "] with ", bytes,
-           " bytes of scales, as the forward returns them, got ", shape_of(codes), " with ",
-           shape_of(scales));
+           " bytes of scales, as narrowfloat quantizes them, got ", shape_of(codes), " with ",
+           shape_of(*scales));
 }
 
 // Codes of [rows, cols] and their scales, as operators return them.
@@ -148,9 +159,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_quantize_op(const Tensor& x, in
   return {made[0].codes, made[0].scales, made[1].codes, made[1].scales};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> block_linear_forward(const Tensor& x, const Tensor& w,
-                                                                std::optional<Tensor> bias,
-                                                                int64_t settings) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> block_linear_forward(
+    const Tensor& x, const Tensor& w, std::optional<Tensor> bias, int64_t settings,
+    std::optional<Tensor> w_rows, std::optional<Tensor> w_rows_scales) {
   constexpr const char* op = "linear";
   const ForwardOperands given(x, w, op);
   const Launch& on = given.on;
@@ -160,13 +171,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_linear_forward(const Tensor& x,
   const Scaling scaling = choices.fprop;
   const Route route = route_on(scaling, on.device, op);
   const bool save_x = choices.wanted && choices.wgrad != Scaling::none;
+  const bool keep_w = choices.keep_w && !w_rows;
+  if (w_rows) {
+    check_held(scaling, op);
+    check_quantized(*w_rows, w_rows_scales, scaling, has_square(scaling), n, k, x, op, "w_rows");
+  }
 
   // outputs
   Tensor y = empty(with_last(x, n), x.scalar_type(), on.device);
   const Returned columns = save_x
                                ? Returned::of(choices.wgrad, Element::e4m3, false, k, m, on.device)
                                : Returned::none(on.device);
-  Tensor w_columns = empty({choices.keep_w ? padded(k) : 0}, ScalarType::Float, on.device);
+  Tensor w_columns = empty({keep_w ? padded(k) : 0}, ScalarType::Float, on.device);
 
   // scratch
   Scratch scratch;
@@ -174,9 +190,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_linear_forward(const Tensor& x,
   const bool direct = scaling == Scaling::none && k % kPad == 0;
   fprop.a = direct && lies_well(xm) ? Side::direct(xm, 0)
                                     : Side(xm, 0, scaling, route, Element::e4m3, false, scratch);
-  fprop.b = direct && lies_well(wm) && n % 8 == 0
-                ? Side::direct(wm, 0)
-                : Side(wm, 0, scaling, route, Element::e4m3, true, scratch);
+  if (w_rows) {
+    fprop.b = Side::quantized(w_rows->data_ptr(), w_rows_scales->data_ptr(), n, k, scaling, route,
+                              true, scratch);
+  } else {
+    fprop.b = direct && lies_well(wm) && n % 8 == 0
+                  ? Side::direct(wm, 0)
+                  : Side(wm, 0, scaling, route, Element::e4m3, true, scratch);
+  }
   fprop.row_scales = route == Route::epilogue;
   fprop.product = Product(m, n, k, xm.type, choices.fast_fprop, scratch, fprop.a.format(),
                           around(scaling, route));
@@ -185,7 +206,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_linear_forward(const Tensor& x,
   const int64_t workspace = scratch.add(fprop.workspace(y.data_ptr(), on));
   BlockJob xj = job_of(xm), wj = job_of(wm);
   if (save_x) columns.fill(xj.side[1], choices.wgrad, Element::e4m3, false);
-  if (choices.keep_w) wj.side[1].amax = static_cast<uint32_t*>(w_columns.data_ptr());
+  if (keep_w) wj.side[1].amax = static_cast<uint32_t*>(w_columns.data_ptr());
   fprop.a.fill(xj.side[0], scratch);  // without addresses, for planning
   fprop.b.fill(wj.side[0], scratch);
   const int64_t x_first = scratch.add(block_scratch_bytes(xj));
@@ -195,17 +216,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> block_linear_forward(const Tensor& x,
   // quantize, multiply
   fprop.a.fill(xj.side[0], scratch);
   fprop.b.fill(wj.side[0], scratch);
-  quantize(wj, scratch, w_first, on);
+  if (fprop.b.made() || keep_w) quantize(wj, scratch, w_first, on);
   quantize(xj, scratch, x_first, on);
   fprop.run(y.data_ptr(), scratch, workspace, on);
   return {y, columns.codes, columns.scales, w_columns};
 }
 
-std::tuple<Tensor, Tensor, Tensor> block_linear_backward(const Tensor& dy, std::optional<Tensor> x,
-                                                         std::optional<Tensor> x_scales,
-                                                         std::optional<Tensor> w,
-                                                         std::optional<Tensor> w_columns,
-                                                         int64_t in_features, int64_t settings) {
+std::tuple<Tensor, Tensor, Tensor> block_linear_backward(
+    const Tensor& dy, std::optional<Tensor> x, std::optional<Tensor> x_scales,
+    std::optional<Tensor> w, std::optional<Tensor> w_columns_amax, int64_t in_features,
+    int64_t settings, std::optional<Tensor> w_columns, std::optional<Tensor> w_columns_scales) {
   constexpr const char* op = "linear_backward";
   const Launch on(dy, op, "dy");
   const Matrix dym(dy, op, "dy");
@@ -220,15 +240,20 @@ std::tuple<Tensor, Tensor, Tensor> block_linear_backward(const Tensor& dy, std::
   // operands
   std::optional<Matrix> wm, xm;
   const uint32_t* w_amax = nullptr;
-  if (need_dx) {
+  const bool held = need_dx && w_columns;
+  if (held) {
+    check_held(choices.dgrad, op);
+    check_quantized(*w_columns, w_columns_scales, choices.dgrad, has_square(choices.dgrad), k, n,
+                    dy, op, "w_columns");
+  } else if (need_dx) {
     wm = weight_for_dx(w, dy, n, k, op);
-    if (w_columns && w_columns->numel() > 0 && choices.dgrad == Scaling::row) {
-      check_same_device(*w_columns, dy, op, "w_columns_amax");
-      NF_CHECK(w_columns->numel() == padded(k) && w_columns->is_contiguous() &&
-                   w_columns->scalar_type() == ScalarType::Float,
+    if (w_columns_amax && w_columns_amax->numel() > 0 && choices.dgrad == Scaling::row) {
+      check_same_device(*w_columns_amax, dy, op, "w_columns_amax");
+      NF_CHECK(w_columns_amax->numel() == padded(k) && w_columns_amax->is_contiguous() &&
+                   w_columns_amax->scalar_type() == ScalarType::Float,
                op, ": expected w_columns_amax as float32 [", padded(k),
-               "], as the forward returns it, got ", shape_of(*w_columns));
-      w_amax = static_cast<const uint32_t*>(w_columns->data_ptr());
+               "], as the forward returns it, got ", shape_of(*w_columns_amax));
+      w_amax = static_cast<const uint32_t*>(w_columns_amax->data_ptr());
     }
   }
   if (dw_type) {
@@ -239,9 +264,7 @@ std::tuple<Tensor, Tensor, Tensor> block_linear_backward(const Tensor& dy, std::
       NF_CHECK(xm->rows == m && xm->cols == k, op, ": expected x [..., ", k, "] of ", m,
                " rows, got ", shape_of(*x));
     } else {
-      NF_CHECK(x_scales, op, ": expected x_columns_scales for dw, got none");
-      check_same_device(*x_scales, dy, op, "x_columns_scales");
-      check_saved(*x, *x_scales, choices.wgrad, k, m, op);
+      check_quantized(*x, x_scales, choices.wgrad, false, k, m, dy, op, "x_columns");
     }
   }
 
@@ -262,8 +285,14 @@ std::tuple<Tensor, Tensor, Tensor> block_linear_backward(const Tensor& dy, std::
     dgrad.a = direct && lies_well(dym)
                   ? Side::direct(dym, 0)
                   : Side(dym, 0, s, dgrad_route, choices.dy_for(s), false, scratch);
-    dgrad.b = direct && lies_well(*wm) ? Side::direct(*wm, 1)
-                                       : Side(*wm, 1, s, dgrad_route, Element::e4m3, true, scratch);
+    if (held) {
+      dgrad.b = Side::quantized(w_columns->data_ptr(), w_columns_scales->data_ptr(), k, n, s,
+                                dgrad_route, true, scratch);
+    } else {
+      dgrad.b = direct && lies_well(*wm)
+                    ? Side::direct(*wm, 1)
+                    : Side(*wm, 1, s, dgrad_route, Element::e4m3, true, scratch);
+    }
     dgrad.row_scales = dgrad_route == Route::epilogue;
     dgrad.product = Product(m, k, n, dym.type, choices.fast_dgrad, scratch, dgrad.a.format(),
                             around(s, dgrad_route));
@@ -284,7 +313,8 @@ std::tuple<Tensor, Tensor, Tensor> block_linear_backward(const Tensor& dy, std::
                     : Side(*xm, 1, s, wgrad_route, Element::e4m3, false, scratch);
     } else {
       wgrad.a = Side(dym, 1, s, wgrad_route, choices.dy_for(s), false, scratch);
-      wgrad.b = Side::saved(x->data_ptr(), x_scales->data_ptr(), k, m, s, wgrad_route, scratch);
+      wgrad.b = Side::quantized(x->data_ptr(), x_scales->data_ptr(), k, m, s, wgrad_route, false,
+                                scratch);
     }
     wgrad.row_scales = wgrad_route == Route::epilogue;
     wgrad.product = Product(n, k, m, *dw_type, choices.fast_wgrad, scratch, wgrad.a.format(), how);

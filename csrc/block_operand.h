@@ -24,7 +24,8 @@ class Side {
  public:
   Side() = default;
 
-  // side 0 of x [rows, cols], contracted along its columns, or 1, its transpose. square: w.
+  // side 0 of x [rows, cols], contracted along its columns, or 1, its transpose. w: a weight, in
+  // squares where its scaling has them.
   Side(const Matrix& x, int side, Scaling scaling, Route route, Element element, bool w,
        Scratch& scratch)
       : scaling_(scaling), route_(route), element_(element), square_(w && has_square(scaling)) {
@@ -32,10 +33,11 @@ class Side {
   }
 
   // Codes and scales that are there.
-  static Side saved(const void* codes, const void* scales, int64_t rows, int64_t cols,
-                    Scaling scaling, Route route, Scratch& scratch) {
+  static Side quantized(const void* codes, const void* scales, int64_t rows, int64_t cols,
+                        Scaling scaling, Route route, bool w, Scratch& scratch) {
     Side s;
     s.scaling_ = scaling, s.route_ = route;
+    s.square_ = w && has_square(scaling);
     s.codes_ = codes, s.scales_ = scales;
     s.size(rows, cols, scratch);
     return s;
@@ -72,7 +74,8 @@ class Side {
     const void* data = codes_ ? codes_ : scratch.at(first_);
     const void* scales = codes_ ? scales_ : operand() ? nullptr : scratch.at(scales_first_);
     if (codes_ && operand()) {
-      block_restore(scaling_, codes_, scales_, rows_, cols_, scratch.at(first_), on.stream);
+      block_restore(scaling_, square_, codes_, scales_, rows_, cols_, scratch.at(first_),
+                    on.stream);
       data = scratch.at(first_);
     }
     if (route_ == Route::mx) {

@@ -67,10 +67,10 @@ int64_t block_scratch_bytes(const BlockJob& job);
 // scratch is needed until the stream passes the call. No host synchronization; deterministic.
 void block_quantize(const BlockJob& job, void* scratch, int device, cudaStream_t stream);
 
-// Codes and scales of [rows, cols] (pow2 or mx, not square) to the operand form, bf16
-// [padded(rows), padded32(cols)].
-void block_restore(Scaling scaling, const void* codes, const void* scales, int64_t rows,
-                   int64_t cols, void* operand, cudaStream_t stream);
+// Codes and scales of [rows, cols] (pow2 or mx) to the operand form, bf16 [padded(rows),
+// padded32(cols)].
+void block_restore(Scaling scaling, bool square, const void* codes, const void* scales,
+                   int64_t rows, int64_t cols, void* operand, cudaStream_t stream);
 
 // Codes with one scale, [padded(rows), padded(cols)], as bf16 of that shape, without the scale;
 // alpha[0] = *scale, alpha[1] = 0.

@@ -18,9 +18,9 @@ __device__ inline int64_t mx_byte(int64_t row, int64_t block, int64_t across) {
 
 // A block a row at a time, a thread a run of 16.
 __global__ void __launch_bounds__(kBlockThreads)
-    narrowfloat_block_restore(bool mx, const uint8_t* codes, const void* scales, int64_t rows,
-                              int64_t padded_rows, int64_t cols, int64_t ld, int64_t out_ld,
-                              uint16_t* operand) {
+    narrowfloat_block_restore(bool mx, bool square, const uint8_t* codes, const void* scales,
+                              int64_t rows, int64_t padded_rows, int64_t cols, int64_t ld,
+                              int64_t out_ld, uint16_t* operand) {
   const int64_t across = (cols + 127) / 128;
   for (int64_t r = blockIdx.x; r < padded_rows; r += gridDim.x) {
 #pragma unroll 2
@@ -35,7 +35,9 @@ __global__ void __launch_bounds__(kBlockThreads)
           const uint32_t e = static_cast<const uint8_t*>(scales)[mx_byte(r, c / 32, across)];
           scale = e == 0xff ? 0x7fc00000u : e << 23;
         } else {
-          scale = __float_as_uint(static_cast<const float*>(scales)[c / 128 * padded_rows + r]);
+          const int64_t at =
+              square ? r / 128 * ((across + 3) / 4 * 4) + c / 128 : c / 128 * padded_rows + r;
+          scale = __float_as_uint(static_cast<const float*>(scales)[at]);
         }
       }
       const uint32_t words[4] = {q.x, q.y, q.z, q.w};
@@ -106,14 +108,14 @@ int grid_of(int64_t count) { return static_cast<int>(count < (1 << 16) ? count :
 
 }  // namespace
 
-void block_restore(Scaling scaling, const void* codes, const void* scales, int64_t rows,
-                   int64_t cols, void* operand, cudaStream_t stream) {
+void block_restore(Scaling scaling, bool square, const void* codes, const void* scales,
+                   int64_t rows, int64_t cols, void* operand, cudaStream_t stream) {
   const int64_t padded_rows = padded(rows), out_ld = padded32(cols);
   if (padded_rows * out_ld == 0) return;
   const int blocks = grid_of(padded_rows);
   narrowfloat_block_restore<<<blocks, kBlockThreads, 0, stream>>>(
-      scaling == Scaling::mx, static_cast<const uint8_t*>(codes), scales, rows, padded_rows, cols,
-      codes_cols(scaling, cols), out_ld, static_cast<uint16_t*>(operand));
+      scaling == Scaling::mx, square, static_cast<const uint8_t*>(codes), scales, rows, padded_rows,
+      cols, codes_cols(scaling, cols), out_ld, static_cast<uint16_t*>(operand));
   NF_CUDA(cudaGetLastError());
 }
 

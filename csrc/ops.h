@@ -130,13 +130,12 @@ std::tuple<Tensor, Tensor, Tensor> fp4_linear_backward(
     int64_t in_features, int64_t settings);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> block_quantize_op(const Tensor& x, int64_t settings);
-std::tuple<Tensor, Tensor, Tensor, Tensor> block_linear_forward(const Tensor& x, const Tensor& w,
-                                                                std::optional<Tensor> bias,
-                                                                int64_t settings);
-std::tuple<Tensor, Tensor, Tensor> block_linear_backward(const Tensor& dy, std::optional<Tensor> x,
-                                                         std::optional<Tensor> x_columns_scales,
-                                                         std::optional<Tensor> w,
-                                                         std::optional<Tensor> w_columns_amax,
-                                                         int64_t in_features, int64_t settings);
+std::tuple<Tensor, Tensor, Tensor, Tensor> block_linear_forward(
+    const Tensor& x, const Tensor& w, std::optional<Tensor> bias, int64_t settings,
+    std::optional<Tensor> w_rows, std::optional<Tensor> w_rows_scales);
+std::tuple<Tensor, Tensor, Tensor> block_linear_backward(
+    const Tensor& dy, std::optional<Tensor> x, std::optional<Tensor> x_columns_scales,
+    std::optional<Tensor> w, std::optional<Tensor> w_columns_amax, int64_t in_features,
+    int64_t settings, std::optional<Tensor> w_columns, std::optional<Tensor> w_columns_scales);
 
 }  // namespace narrowfloat

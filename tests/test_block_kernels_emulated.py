@@ -211,19 +211,20 @@ def test_plain_bf16(library) -> None:
             assert_same_bits(g, w.contiguous(), f"{shape} {dtype}")
 
 
-@pytest.mark.parametrize("scaling", [BLOCK_POW2, MX])
-def test_restored(library, scaling: Scaling) -> None:
-    for shape in [*SHAPES, (17, 300)]:
+@pytest.mark.parametrize(("scaling", "square"), [(BLOCK_POW2, 0), (BLOCK_POW2, 1), (MX, 0)])
+def test_restored(library, scaling: Scaling, square: int) -> None:
+    for shape in [*SHAPES, (17, 300), (300, 17), (260, 700)]:
         x = torch.randn(shape) * 10.0 ** torch.randint(-38, 6, shape)
         x[0, -1] = float("nan")
-        codes, scales = reference_block.block_quantize(x, scaling.code)[:2]
-        operand = BlockOrientation(scaling.code, operand=True).pack()
+        as_codes = BlockOrientation(scaling.code, square=bool(square))
+        codes, scales = reference_block.block_quantize(x, as_codes.pack())[:2]
+        operand = as_codes._replace(operand=True).pack()
         want = reference_block.block_quantize(x, operand)[0]
         got = garbage(want)
         sizes = map(ctypes.c_int64, shape)
         at = [ctypes.c_void_p(t.data_ptr()) for t in (codes, scales)]
-        code = ctypes.c_int64(scaling.code)
-        library.run_block_restore(code, *at, *sizes, ctypes.c_void_p(got.data_ptr()))
+        how = ctypes.c_int64(scaling.code), ctypes.c_int64(square)
+        library.run_block_restore(*how, *at, *sizes, ctypes.c_void_p(got.data_ptr()))
         assert_same_bits(got, want, f"{shape}")
 
 

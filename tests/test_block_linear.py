@@ -52,6 +52,13 @@ def kind_of(recipe: nf.BlockRecipe, product: str) -> str:
     return "e5m2" if by_row_of_dy and product != "fprop" else "e4m3"
 
 
+def held(w: Tensor, recipe: nf.BlockRecipe) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(codes and scales of w's rows, of its columns), quantized beforehand; () for bf16."""
+    made = ops.block_quantize_op(w, recipe.weight_settings)
+    rows, columns = recipe.fprop != "bf16", recipe.dgrad != "bf16"
+    return made[:2] if rows else (), made[2:] if columns else ()
+
+
 # ---- the operators ----
 
 
@@ -80,6 +87,16 @@ def test_operators_equal_reference(
     unsaved = ops.block_linear_forward(x, w, bias, layer.pack())
     assert_same_bits(unsaved[0], got[0])
     assert all(t.numel() == 0 for t in unsaved[1:])
+    w_rows, w_columns = held(w, recipe)
+    beforehand = ops.block_linear_forward(x, w, bias, settings, *w_rows)
+    for a, b, what in zip(beforehand[:3], got[:3], ("y", "columns", "their scales"), strict=True):
+        assert_same_bits(a, b, f"{what}, w quantized beforehand")
+    if w_rows:
+        refs = reference_block.block_linear_forward(
+            *(t.cpu() for t in (x, w, bias)), settings, *(t.cpu() for t in w_rows)
+        )
+        assert relative_error(beforehand[0].cpu(), refs[0]) <= rounding
+        assert beforehand[3].numel() == 0
     saved = (x, None) if recipe.wgrad == "bf16" else got[1:3]
     saved_ref = (x.cpu(), None) if recipe.wgrad == "bf16" else want[1:3]
     kept = (got[3], want[3]) if want[3].numel() else (None, None)
@@ -94,9 +111,12 @@ def test_operators_equal_reference(
             dy.cpu(), *saved_ref, w.cpu(), kept[1], k, settings
         )
         again = ops.block_linear_backward(dy, *saved, w, None, k, settings)  # w measured anew
-        for g, a, r, needed, what in zip(
-            grads, again, refs, (need_dx, need_dw, need_db), ("dx", "dw", "db"), strict=True
+        of_w = (None if w_columns else w, None, k, settings, *w_columns)
+        reused = ops.block_linear_backward(dy, *saved, *of_w)
+        for g, a, u, r, needed, what in zip(
+            grads, again, reused, refs, (need_dx, need_dw, need_db), ("dx", "dw", "db"), strict=True
         ):
+            assert_same_bits(u, g, f"{what}, w quantized beforehand")
             if not needed:
                 assert g.numel() == 0, what
                 continue
@@ -152,6 +172,37 @@ def test_errors_of_the_operators(device: str) -> None:
             ops.block_linear_backward(*args, 8, whole.pack())
 
 
+@named
+def test_errors_of_a_weight_quantized_beforehand(device: str, recipe: str) -> None:
+    """Another weight's, without its scales, for a product in bf16: refused, not read."""
+    skip_where_it_does_not_run(recipe, device)
+    made = nf.RECIPES[recipe]
+    x, w, _, dy = tensors(16, 160, 300, torch.float32, device)
+    rows, columns = held(w, made)
+    layer = BlockLayer.unpack(made.settings)
+    plain, dx = layer.pack(), layer._replace(wanted=True).pack()
+    others = [held(t, made) for t in (w[:100], w[:, :100], w.t())]
+    short = [(codes, scales[:-1]) for codes, scales in (rows, columns)]
+    for w_rows in (
+        *(o[0] for o in others),
+        rows[:1],
+        short[0],
+        (rows[0].view(torch.uint8), rows[1]),
+    ):
+        with pytest.raises(ValueError, match="linear: expected w_rows"):
+            ops.block_linear_forward(x, w, None, plain, *w_rows)
+    for w_columns in (*(o[1] for o in others), columns[:1], short[1]):
+        with pytest.raises(ValueError, match="linear_backward: expected w_columns"):
+            ops.block_linear_backward(dy, None, None, None, None, 160, dx, *w_columns)
+    in_bf16 = nf.BlockRecipe("bf16", "bf16", "bf16", "bf16").settings
+    text = "expected no quantized w for a product in bf16"
+    with pytest.raises(ValueError, match=text):
+        ops.block_linear_forward(x, w, None, in_bf16, *rows)
+    with pytest.raises(ValueError, match=text):
+        wanted = BlockLayer.unpack(in_bf16)._replace(wanted=True).pack()
+        ops.block_linear_backward(dy, None, None, w, None, 160, wanted, *columns)
+
+
 # ---- the layer ----
 
 
@@ -201,6 +252,11 @@ def test_what_is_saved(device: str, recipe: str) -> None:
     assert sum(storage(t) for t in only_w if t.data_ptr() != weight) <= 4 * 256
     assert all(t.data_ptr() != weight for t in saved(x))
     assert saved(x, layer.weight) == []
+    with nf.reuse_weights(layer):
+        reused = saved()
+        held = layer.weight_cache._held[id(layer.weight)][3]
+        assert any(t.data_ptr() == held.columns.data_ptr() for t in reused)
+        assert all(t.data_ptr() != weight for t in reused)
 
 
 def test_recipe_fields_reach_the_operators(device: str) -> None:

@@ -484,10 +484,13 @@ def test_o54_to_o58_weights_and_keywords(device: str, recipe: nf.BlockRecipe) ->
     x = torch.randn(8, 32, device=device)
     with nf.reuse_weights(made), torch.no_grad():
         made(x)
-        for change in (lambda w: w.mul_(2), lambda w: w.data.copy_(w.data + 1), lambda w: w.neg_()):
+        for change in (lambda w: w.mul_(2), lambda w: w.copy_(w + 1), lambda w: w.neg_()):
             change(made.weight)
             fresh = copy.deepcopy(made)
             assert_same_bits(made(x), fresh(x))
+    with torch.no_grad():  # outside it also one that PyTorch does not count
+        made.weight.data.copy_(made.weight.data + 1)
+        assert_same_bits(made(x), copy.deepcopy(made)(x))
     embedding = nn.Embedding(32, 32, device=device)
     embedding.weight = made.weight
     tokens = torch.arange(8, device=device)
@@ -662,11 +665,19 @@ def test_o74_to_o76_opcheck(device: str, shape: tuple[int, int], code: int) -> N
             settings = whole._replace(wanted=wanted).pack()
             arguments = (x, w, torch.randn(n, device=device), settings)
             torch.library.opcheck(ops.block_linear_forward.overload, arguments)
+        held: list[tuple] = [()]
+        if code:
+            how = BlockOrientation(code, square=scaling.square)
+            made = ops.block_quantize_op(w, BlockQuantize(how, how).pack())
+            held.append(made[2:])
+            arguments = (x, w, torch.randn(n, device=device), whole.pack(), *made[:2])
+            torch.library.opcheck(ops.block_linear_forward.overload, arguments, test_utils=beyond)
         _, columns, scales, w_scales = ops.block_linear_forward(x, w, None, whole.pack())
         of_x = (columns, scales) if code else (x, None)
         dy = torch.randn(n, m, device=device).t()
-        arguments = (dy, *of_x, w, w_scales if code == 1 else None, k, whole.pack())
-        torch.library.opcheck(ops.block_linear_backward.overload, arguments, test_utils=beyond)
+        for of_w in held:
+            arguments = (dy, *of_x, w, w_scales if code == 1 else None, k, whole.pack(), *of_w)
+            torch.library.opcheck(ops.block_linear_backward.overload, arguments, test_utils=beyond)
 
 
 def test_o75_large_sizes(device: str, recipe: nf.BlockRecipe) -> None:

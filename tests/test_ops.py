@@ -34,6 +34,7 @@ def calls() -> dict[str, tuple]:
     by_row = BlockOrientation(1)
     block = BlockLayer(1, 1, 1, wanted=True, keep_w=True, dw_dtype=x.dtype)
     kept = ops.block_linear_forward(x, w, None, block.pack())[1:]
+    held = ops.block_quantize_op(w, BlockQuantize(by_row, by_row).pack())
     return {
         "quantize": (ops.quantize_op, (x, 0, True, True, scale)),
         "scaled_mm": (ops.scaled_mm_op, (q, w_rows, scale, w_scale, None, torch.float32, False)),
@@ -61,10 +62,13 @@ def calls() -> dict[str, tuple]:
             (dy, *saved, w, seed, 32, fp4.pack()),
         ),
         "block_quantize": (ops.block_quantize_op, (x, BlockQuantize(by_row, by_row).pack())),
-        "block_linear_forward": (ops.block_linear_forward, (x, w, w[:, 0], block.pack())),
+        "block_linear_forward": (
+            ops.block_linear_forward,
+            (x, w, w[:, 0], block.pack(), *held[:2]),
+        ),
         "block_linear_backward": (
             ops.block_linear_backward,
-            (dy, *kept[:2], w, kept[2], 32, block.pack()),
+            (dy, *kept[:2], w, kept[2], 32, block.pack(), *held[2:]),
         ),
     }
 

@@ -11,33 +11,59 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import assert_same_bits
+from conftest import assert_same_bits, skip_where_it_does_not_run
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 
 import narrowfloat as nf
-from narrowfloat import ops, reuse
+from narrowfloat import reuse
+from narrowfloat.mixed import HeldWeight
+from narrowfloat.recipe import AnyRecipe
+
+OTHER_FORMAT = nf.Recipe(  # of w
+    "mine", nf.Gemm("e4m3", "e5m2"), nf.Gemm("e4m3", "e5m2"), nf.Gemm("e4m3", "e4m3")
+)
+HELD = [  # recipes whose weights are held: each scaling in each product, and of several kinds
+    *(nf.RECIPES[name] for name in ("fp8", "fp8_row", "fp8_block", "fp8_block_row_wgrad")),
+    *(nf.RECIPES[name] for name in ("fp8_block_pow2", "mxfp8")),
+    nf.BlockRecipe("dx in bf16", "row", "bf16", "mx"),
+    nf.BlockRecipe("y in bf16", "bf16", "block_pow2", "bf16"),
+    nf.BlockRecipe("unlike", "mx", "row", "block_pow2"),
+    *(nf.RECIPES[name] for name in ("fp8_bf16_wgrad", "fp8_block_backward")),
+    nf.MixedRecipe("two formats of w", "fp8", OTHER_FORMAT, "fp8"),
+    nf.MixedRecipe("y by row", "fp8_row", "fp8", "mxfp8"),
+    nf.Recipe("dx in bf16 of fp8", dgrad=nf.Gemm(None, None)),
+    nf.Recipe("dy in bf16", dgrad=nf.Gemm(None, "e4m3"), wgrad=nf.Gemm(None, "e4m3")),
+    nf.RECIPES["nvfp4_mxfp8_backward"],
+]
+each = pytest.mark.parametrize("recipe", HELD, ids=str)
 
 
 @pytest.fixture
 def quantized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the tensors that were quantized ahead of a product: what reuse_weights() does,
-    since outside it the weight is quantized inside linear_forward."""
+    """The shapes of the weights that were quantized ahead of their products: what reuse_weights()
+    does, since outside it they are quantized inside the layer's operators."""
     shapes: list[tuple[int, ...]] = []
-    operator = ops.quantize_op
+    quantize = reuse._quantized
 
-    def counting(x: Tensor, *arguments: object) -> tuple[Tensor, Tensor, Tensor]:
-        shapes.append(tuple(x.shape))
-        return operator(x, *arguments)
+    def counting(w: Tensor, how: HeldWeight) -> reuse.Held:
+        shapes.append(tuple(w.shape))
+        return quantize(w, how)
 
-    monkeypatch.setattr(reuse.ops, "quantize_op", counting)
+    monkeypatch.setattr(reuse, "_quantized", counting)
     return shapes
 
 
-def model_on(device: str, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def model_on(
+    device: str, dtype: torch.dtype = torch.float32, recipe: str | AnyRecipe = "fp8"
+) -> nn.Sequential:
+    skip_where_it_does_not_run(recipe, device)
     torch.manual_seed(1)
     return nn.Sequential(
-        nf.FP8Linear(32, 48), nn.ReLU(), nf.FP8Linear(48, 32, bias=False), nn.ReLU()
+        nf.Linear(32, 48, recipe=recipe),
+        nn.ReLU(),
+        nf.Linear(48, 32, bias=False, recipe=recipe),
+        nn.ReLU(),
     ).to(device, dtype)
 
 
@@ -68,9 +94,10 @@ def caches(model: nn.Module) -> set[object]:
 # ---- once, and the same bits ----
 
 
+@each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_once_a_weight_and_the_same_bits(device, dtype, quantized):
-    model, batches = model_on(device, dtype), [batch(device, dtype) for _ in range(3)]
+def test_once_a_weight_and_the_same_bits(device, dtype, recipe, quantized):
+    model, batches = model_on(device, dtype, recipe), [batch(device, dtype) for _ in range(3)]
     outside = [step(model, x) for x in batches]
     assert quantized == []
     with nf.reuse_weights(model) as same:
@@ -100,10 +127,11 @@ def test_accumulated_gradients_are_the_same(device, quantized):
     assert len(quantized) == 2
 
 
+@each
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_forward_without_gradients_first(device, mode, quantized):
+def test_forward_without_gradients_first(device, mode, recipe, quantized):
     """What is held from it serves the training that follows."""
-    model, x = model_on(device), batch(device)
+    model, x = model_on(device, recipe=recipe), batch(device)
     outside = step(model, x)
     with nf.reuse_weights(model):
         with mode():
@@ -113,8 +141,9 @@ def test_forward_without_gradients_first(device, mode, quantized):
     assert len(quantized) == 2
 
 
-def test_frozen_weights(device, quantized):
-    model, x = model_on(device), batch(device)
+@each
+def test_frozen_weights(device, recipe, quantized):
+    model, x = model_on(device, recipe=recipe), batch(device)
     model[0].weight.requires_grad_(False)
     outside = step(model, x)
     with nf.reuse_weights(model):
@@ -134,18 +163,18 @@ def test_autocast(device, quantized):
 
 
 def test_a_recipe_with_other_formats(device, quantized):
-    mine = nf.Recipe(
-        "mine", nf.Gemm("e4m3", "e5m2"), nf.Gemm("e4m3", "e5m2"), nf.Gemm("e4m3", "e4m3")
-    )
-    model, x = nf.Linear(32, 32, recipe=mine, device=device), batch(device)
+    model, x = nf.Linear(32, 32, recipe=OTHER_FORMAT, device=device), batch(device)
     outside = step(model, x)
     with nf.reuse_weights(model):
         for _ in range(2):
             assert_all_same(step(model, x), outside)
-        model.recipe = nf.RECIPES["fp8"]  # another format of w: what is held does not fit
-        fp8 = step(model, x)
-    assert_all_same(fp8, step(model, x))
-    assert len(quantized) == 2
+        others = [nf.RECIPES[name] for name in ("fp8", "fp8_row", "fp8_block_pow2", "fp8")]
+        inside = []
+        for model.recipe in others:  # w otherwise: what is held does not fit
+            inside.append(step(model, x))
+    assert len(quantized) == 5
+    for model.recipe, got in zip(others, inside, strict=True):
+        assert_all_same(got, step(model, x))
 
 
 def test_tied_weights_are_quantized_once(device, quantized):
@@ -156,6 +185,34 @@ def test_tied_weights_are_quantized_once(device, quantized):
     with nf.reuse_weights(model):
         for _ in range(2):
             assert_all_same(step(model, x), outside)
+    assert quantized == [(32, 32)]
+
+
+# What products in FP4, with scales from the steps before or with one operand in bf16 read.
+NOT_HELD = [
+    *(nf.RECIPES[name] for name in ("nvfp4", "mxfp4", "fp8_delayed")),
+    nf.Recipe("w in bf16", fprop=nf.Gemm("e4m3", None), dgrad=nf.Gemm("e5m2", None)),
+    nf.Recipe("x in bf16", fprop=nf.Gemm(None, "e4m3"), wgrad=nf.Gemm("e5m2", None)),
+    nf.Recipe("bf16", *[nf.Gemm(None, None)] * 3),
+]
+
+
+@pytest.mark.parametrize("recipe", NOT_HELD, ids=str)
+def test_what_is_not_held_is_quantized_anew(device, recipe, quantized):
+    """And changes nothing, beside a layer whose weight is held too."""
+    skip_where_it_does_not_run(recipe, device)
+    layers = (nf.Linear(32, 32, device=device, recipe=r) for r in (recipe, "fp8"))
+    model, x = nn.Sequential(*layers), batch(device)
+    with torch.no_grad():
+        want = model(x)
+        with nf.reuse_weights(model):
+            for _ in range(2):
+                assert_same_bits(model(x), want)
+            assert list(model[0].weight_cache._held) == [id(model[1].weight)]
+            model[0].weight.mul_(2)
+            changed = model(x)
+        assert_same_bits(changed, model(x))
+        assert not torch.equal(changed, want)
     assert quantized == [(32, 32)]
 
 
@@ -240,9 +297,10 @@ CHANGES = [by_add, by_a_view, by_foreach, by_state, by_assigned_state, by_a_new_
 CHANGES += [by_new_data]
 
 
+@each
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
-def test_a_changed_weight_is_quantized_anew(device, change, quantized):
-    model, x = model_on(device), batch(device)
+def test_a_changed_weight_is_quantized_anew(device, change, recipe, quantized):
+    model, x = model_on(device, recipe=recipe), batch(device)
     with nf.reuse_weights(model):
         before = step(model, x)
         with torch.no_grad():
@@ -255,9 +313,17 @@ def test_a_changed_weight_is_quantized_anew(device, change, quantized):
         assert_all_same(each, outside)
 
 
-def test_a_graph_goes_on_with_the_weight_it_saw(device):
+def reads_the_weight(recipe: AnyRecipe) -> bool:
+    """Whether dx has the weight itself, as nn.Linear's has: a change before the backward is then
+    PyTorch's error."""
+    return recipe.weight.columns is None
+
+
+@pytest.mark.parametrize("recipe", [r for r in HELD if not reads_the_weight(r)], ids=str)
+def test_a_graph_goes_on_with_the_weight_it_saw(device, recipe):
     """Backward after the weight changed and was quantized anew: the old weight's gradients."""
-    made = nf.FP8Linear(32, 48, device=device)
+    skip_where_it_does_not_run(recipe, device)
+    made = nf.Linear(32, 48, device=device, recipe=recipe)
     x = batch(device).requires_grad_()
     g = torch.randn(24, 48, device=device)
     old = torch.autograd.grad(made(x), [x, made.weight, made.bias], g)
@@ -273,9 +339,11 @@ def test_a_graph_goes_on_with_the_weight_it_saw(device):
     assert not torch.equal(new[0], old[0])
 
 
+@each
 @pytest.mark.parametrize("changed", [False, True])
-def test_backward_after_the_context_was_left(device, changed):
-    made = nf.FP8Linear(32, 48, device=device)
+def test_backward_after_the_context_was_left(device, changed, recipe):
+    skip_where_it_does_not_run(recipe, device)
+    made = nf.Linear(32, 48, device=device, recipe=recipe)
     x = batch(device).requires_grad_()
     g = torch.randn(24, 48, device=device)
     right = torch.autograd.grad(made(x), [x, made.weight, made.bias], g)
@@ -286,6 +354,10 @@ def test_backward_after_the_context_was_left(device, changed):
             made.weight.zero_()
     for _ in range(4):  # what is handed out now must not be what the graph reads
         torch.full((64, 64), 0xFF, dtype=torch.uint8, device=device)
+    if changed and reads_the_weight(recipe):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(g)
+        return
     assert_all_same(list(torch.autograd.grad(y, [x, made.weight, made.bias], g)), list(right))
 
 

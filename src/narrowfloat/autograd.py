@@ -14,7 +14,7 @@ from .autograd_fp4 import FP4LinearFunction
 from .autograd_mixed import MixedLinearFunction, run_forward
 from .recipe import AnyRecipe, BlockRecipe, FP4Recipe, MixedRecipe, Recipe
 from .reference import check_quantizable
-from .reuse import Held
+from .reuse import NONE, NOT_HELD, Held
 from .settings import JOINS, SAVE_X, gradients
 
 
@@ -32,11 +32,11 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.needs, asked = gradients(ctx.needs_input_grad, w, bias)
         need_dx, need_dw, _ = ctx.needs
-        w_rows, w_columns, w_scale = (None, None, None) if held is None else held
+        w_rows, w_columns = NOT_HELD if held is None else held
         settings = recipe.forward_settings | (SAVE_X if need_dw else 0)
-        y, x_columns, scales = ops.linear_forward(x, w, bias, w_rows, w_scale, settings)
+        y, x_columns, scales = ops.linear_forward(x, w, bias, w_rows.codes, w_rows.scale, settings)
         if need_dx:
-            keep = (w, None, None) if held is None else (None, w_columns, w_scale)
+            keep = (w if held is None else None, w_columns.codes, w_columns.scale)
         else:
             keep = (None, None, None)
         ctx.save_for_backward(x_columns if need_dw else None, scales, *keep)
@@ -141,10 +141,10 @@ def linear(
         if isinstance(recipe, FP4Recipe):
             return _linear_fp4(x, w, bias, recipe)
         if isinstance(recipe, BlockRecipe):
-            return _linear_block(x, w, bias, recipe)
-        return _linear_mixed(x, w, bias, recipe)
+            return _linear_block(x, w, bias, recipe, held)
+        return _linear_mixed(x, w, bias, recipe, held)
     if recipe.mix is not None:
-        return _linear_mixed(x, w, bias, recipe)
+        return _linear_mixed(x, w, bias, recipe, held)
     if history is not None and recipe.delayed is not None:
         return _linear_delayed(x, w, bias, recipe, history)
     if torch.is_grad_enabled():
@@ -152,8 +152,8 @@ def linear(
             return LinearFunction.apply(x, w, bias, recipe, held)
         return _apply(x, w, bias, recipe, held)
     # A Function would not know that nothing is to be saved.
-    w_rows, _, w_scale = (None, None, None) if held is None else held
-    return ops.linear_forward(x, w, bias, w_rows, w_scale, recipe.forward_settings)[0]
+    rows = NONE if held is None else held.rows
+    return ops.linear_forward(x, w, bias, rows.codes, rows.scale, recipe.forward_settings)[0]
 
 
 def _linear_delayed(
@@ -175,22 +175,32 @@ def _linear_fp4(x: Tensor, w: Tensor, bias: Tensor | None, recipe: FP4Recipe) ->
     return _apply_fp4(x, w, bias, recipe)
 
 
-def _linear_block(x: Tensor, w: Tensor, bias: Tensor | None, recipe: BlockRecipe) -> Tensor:
+def _linear_block(
+    x: Tensor, w: Tensor, bias: Tensor | None, recipe: BlockRecipe, held: Held | None
+) -> Tensor:
     if not torch.is_grad_enabled():
-        return ops.block_linear_forward(x, w, bias, recipe.settings)[0]
+        rows = NONE if held is None else held.rows
+        return ops.block_linear_forward(x, w, bias, recipe.settings, rows.codes, rows.block_scales)[
+            0
+        ]
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return BlockLinearFunction.apply(x, w, bias, recipe)
-    return _apply_block(x, w, bias, recipe)
+        return BlockLinearFunction.apply(x, w, bias, recipe, held)
+    return _apply_block(x, w, bias, recipe, held)
 
 
 def _linear_mixed(
-    x: Tensor, w: Tensor, bias: Tensor | None, recipe: MixedRecipe | Recipe
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    recipe: MixedRecipe | Recipe,
+    held: Held | None,
 ) -> Tensor:
     if not torch.is_grad_enabled():
-        return run_forward(recipe.mix, x, w, bias)[0]  # type: ignore[arg-type]
+        rows = NONE if held is None else held.rows
+        return run_forward(recipe.mix, x, w, bias, rows)[0]  # type: ignore[arg-type]
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return MixedLinearFunction.apply(x, w, bias, recipe)
-    return _apply_mixed(x, w, bias, recipe)
+        return MixedLinearFunction.apply(x, w, bias, recipe, held)
+    return _apply_mixed(x, w, bias, recipe, held)
 
 
 def matmul(a: Tensor, b: Tensor, recipe: str | AnyRecipe = "fp8") -> Tensor:

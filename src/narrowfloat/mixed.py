@@ -31,6 +31,15 @@ class PerTensor(NamedTuple):
 Layer = PerTensor | BlockLayer | FP4Layer
 
 
+class HeldWeight(NamedTuple):
+    """How w is quantized beforehand, where it is reused: for each orientation the family of
+    operators (as MixedLayer's) and what its quantizing operator is told, a format's code or a
+    packed BlockOrientation. None where the product reads w itself."""
+
+    rows: tuple[str, int] | None  # for y
+    columns: tuple[str, int] | None  # for dx
+
+
 class MixedLayer(NamedTuple):
     """The choices of a layer of several kinds. A kind names a family of operators: "fp8" (one scale
     a tensor), "block" or "fp4"; a product in bf16 is "block"'s."""
@@ -75,6 +84,26 @@ def mix(fprop: Layer, dgrad: Layer, wgrad: Layer) -> MixedLayer:
         isinstance(wgrad, FP4Layer) and wgrad.stochastic_dy,
         tuple(name for name in ("fp8", "fp8_bf16", *SCALINGS, "fp4") if name in used),
     )
+
+
+def held_weight(fprop: Layer, dgrad: Layer, wgrad: Layer) -> HeldWeight | None:
+    """What can be held of a weight; None where nothing can: FP4, and products with an operand in
+    bf16, quantize it in their own calls."""
+
+    def of(layer: Layer, product: str) -> tuple[str, int] | None:
+        if isinstance(layer, BlockLayer):
+            scaling = BY_SCALING[getattr(layer, product)]
+            how = BlockOrientation(scaling.code, square=scaling.square)
+            return None if scaling is NONE else ("block", how.pack())
+        if isinstance(layer, FP4Layer) or _product(layer, product) != "fp8":
+            return None
+        return "fp8", layer.b
+
+    columns = of(dgrad, "dgrad")
+    if columns and columns[0] == "fp8" and _product(wgrad, "wgrad") == "fp8_bf16":
+        columns = None  # one call makes both
+    found = HeldWeight(of(fprop, "fprop"), columns)
+    return found if any(found) else None
 
 
 def _kind(layer: Layer) -> str:

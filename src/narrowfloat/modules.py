@@ -18,7 +18,8 @@ class Linear(nn.Linear):
     """nn.Linear whose three products run in the formats of `recipe`.
 
     Same constructor otherwise, same parameters, same state_dict both ways. The weight stays in
-    its own dtype and is quantized at each forward (once, inside reuse_weights(), by a Recipe).
+    its own dtype and is quantized at each forward (once, inside reuse_weights(), to FP8 with scales
+    of its own).
     """
 
     recipe: AnyRecipe = recipes.RECIPES["fp8"]

@@ -82,12 +82,14 @@ _SCHEMAS = {
         " -> (Tensor rows, Tensor rows_scales, Tensor columns, Tensor columns_scales)"
     ),
     reference_block.block_linear_forward: (
-        "block_linear_forward(Tensor x, Tensor w, Tensor? bias, int settings)"
+        "block_linear_forward(Tensor x, Tensor w, Tensor? bias, int settings,"
+        " Tensor? w_rows=None, Tensor? w_rows_scales=None)"
         " -> (Tensor y, Tensor x_columns, Tensor x_columns_scales, Tensor w_columns_amax)"
     ),
     reference_block.block_linear_backward: (
         "block_linear_backward(Tensor dy, Tensor? x, Tensor? x_columns_scales, Tensor? w,"
-        " Tensor? w_columns_amax, int in_features, int settings)"
+        " Tensor? w_columns_amax, int in_features, int settings, Tensor? w_columns=None,"
+        " Tensor? w_columns_scales=None)"
         " -> (Tensor dx, Tensor dw, Tensor db)"
     ),
 }
@@ -335,14 +337,19 @@ def _block_quantize(x: Tensor, settings: int) -> tuple[Tensor, Tensor, Tensor, T
 
 @torch.library.register_fake("narrowfloat::block_linear_forward")
 def _block_linear_forward(
-    x: Tensor, w: Tensor, bias: Tensor | None, settings: int
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    settings: int,
+    w_rows: Tensor | None = None,
+    w_rows_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_linear(x, w, bias, "linear")
     choices = BlockLayer.unpack(settings)
     wgrad = BY_SCALING[choices.wgrad]
     m, (n, k) = _rows_of(x), w.shape
     save = choices.wanted and wgrad is not NONE
-    keep_w = reference_block.keeps_w(choices)
+    keep_w = reference_block.keeps_w(choices) and w_rows is None
     scales = block_scales_shape(wgrad, False, k, m) if save else (0,)
     return (
         x.new_empty((*x.shape[:-1], n)),
@@ -361,6 +368,8 @@ def _block_linear_backward(
     w_columns_amax: Tensor | None,
     in_features: int,
     settings: int,
+    w_columns: Tensor | None = None,
+    w_columns_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     choices = BlockLayer.unpack(settings)
     n, dw_dtype, db_dtype = dy.shape[-1], choices.dw_dtype, choices.db_dtype

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from . import formats
 from .formats import IN_BF16
-from .mixed import Layer, MixedLayer, PerTensor, mix
+from .mixed import HeldWeight, Layer, MixedLayer, PerTensor, held_weight, mix
 from .reference_delayed import LONGEST
 from .settings import GUARDED, Backward, BlockLayer, Forward, FP4Layer
 
@@ -110,6 +110,7 @@ class Recipe:
     history_settings: int = field(init=False, repr=False, compare=False)
     # where an operand is in bf16
     mix: MixedLayer | None = field(init=False, repr=False, compare=False)
+    weight: HeldWeight | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for what, first, second in (
@@ -141,8 +142,10 @@ class Recipe:
                 f"Recipe: expected formats for all operands with scales from the steps before, got "
                 f"None in {' and '.join(left)} (leave `delayed` out)"
             )
-        found = mix(*(_layer(self, product) for product in PRODUCTS)) if left else None
-        object.__setattr__(self, "mix", found)
+        layers = [_layer(self, product) for product in PRODUCTS]
+        object.__setattr__(self, "mix", mix(*layers) if left else None)
+        weight = None if self.delayed is not None else held_weight(*layers)
+        object.__setattr__(self, "weight", weight)
 
     def __str__(self) -> str:
         return self.name
@@ -178,6 +181,7 @@ class FP4Recipe:
 
     # what the operators are told, found once: a packed FP4Layer, without what is wanted
     settings: int = field(init=False, repr=False, compare=False)
+    weight: HeldWeight | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.format not in formats.BLOCK_FORMATS:
@@ -235,6 +239,7 @@ class BlockRecipe:
 
     # what the operators are told, found once: a packed BlockLayer, without what is wanted
     settings: int = field(init=False, repr=False, compare=False)
+    weight: HeldWeight | None = field(init=False, repr=False, compare=False)
     # how it scales, each way once, in the table's order; bf16 only where there is nothing else
     scalings: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
@@ -275,6 +280,7 @@ class BlockRecipe:
             fprop, dgrad, wgrad, self.dy == "e5m2", fast_fprop, fast_dgrad, fast_wgrad
         )
         object.__setattr__(self, "settings", layer.pack())
+        object.__setattr__(self, "weight", held_weight(layer, layer, layer))
 
     def __str__(self) -> str:
         return self.name
@@ -300,6 +306,7 @@ class MixedRecipe:
 
     # what the operators are told, found once
     mix: MixedLayer = field(init=False, repr=False, compare=False)
+    weight: HeldWeight | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         layers = []
@@ -308,6 +315,7 @@ class MixedRecipe:
             object.__setattr__(self, product, recipe)
             layers.append(_layer(recipe, product))
         object.__setattr__(self, "mix", mix(*layers))
+        object.__setattr__(self, "weight", held_weight(*layers))
 
     def __str__(self) -> str:
         return self.name

@@ -233,9 +233,10 @@ def _factor(x: Tensor, scaling: Scaling, fmt: Format = E4M3, square: bool = Fals
 
 
 def _product(a: _Factor, b: _Factor) -> Tensor:
-    """fp32 a b^T, whatever autocast is on."""
+    """fp32 a b^T, whatever autocast is on. The order of its sums is not left to how the operands
+    happen to lie."""
     with torch.autocast(a.matrix.device.type, enabled=False):
-        d = a.matrix @ b.matrix.t()
+        d = a.matrix.contiguous() @ b.matrix.contiguous().t()
     if a.scale is not None:
         d = d * a.scale[:, None]
     return d if b.scale is None else d * b.scale
@@ -255,28 +256,62 @@ def column_amax(w: Tensor) -> Tensor:
     return pad(amax, (0, padded(k) - k))
 
 
+def _held(
+    codes: Tensor, scales: Tensor | None, scaling: Scaling, rows: int, cols: int, name: str, op: str
+) -> _Factor:
+    """A weight's orientation [rows, cols] that block_quantize made beforehand."""
+    if scaling is NONE:
+        raise ValueError(
+            f"{op}: expected no quantized w for a product in bf16, got one (pass w alone)"
+        )
+    if scales is None:
+        raise ValueError(f"{op}: expected {name}_scales for {name}, got none")
+    shape = block_codes_shape(scaling, rows, cols)
+    of_scales = block_scales_shape(scaling, scaling.square, rows, cols)
+    if codes.shape != shape or codes.dtype != E4M3.dtype or scales.shape != of_scales:
+        raise ValueError(
+            f"{op}: expected {name} as float8_e4m3fn {shape} with scales {of_scales}, as "
+            f"narrowfloat quantizes them, got {codes.dtype} {tuple(codes.shape)} with "
+            f"{tuple(scales.shape)}"
+        )
+    return _factor_of(
+        taken(codes, scales, rows, cols, scaling, scaling.square), scaling, scaling.square
+    )
+
+
 def block_linear_forward(
-    x: Tensor, w: Tensor, bias: Tensor | None, settings: int
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    settings: int,
+    w_rows: Tensor | None = None,
+    w_rows_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y [..., N] = x [..., K] w [N,K]^T + bias, quantized by settings, a packed BlockLayer.
 
-    Returns (y, x's columns as wgrad wants them, their scales, column_amax(w)). The columns are
-    empty unless they are wanted and wgrad is quantized, w's maxima unless they are and fprop and
-    dgrad are both by row. The sum is in fp32 and rounded once.
+    w_rows, w_rows_scales: w as fprop wants it, that block_quantize made beforehand; w then gives
+    the sizes. Returns (y, x's columns as wgrad wants them, their scales, column_amax(w)). The
+    columns are empty unless they are wanted and wgrad is quantized, w's maxima unless they are,
+    fprop and dgrad are both by row and w was not quantized beforehand. The sum is in fp32 and
+    rounded once.
     """
     check_linear(x, w, bias, "linear")
     choices = BlockLayer.unpack(settings)
     fprop, wgrad = (_check_scaling(c, "linear") for c in (choices.fprop, choices.wgrad))
-    x2 = as_rows(x)
-    y = _product(_factor(x2, fprop), _factor(w, fprop, square=True))
+    x2, (n, k) = as_rows(x), w.shape
+    if w_rows is None:
+        of_w = _factor(w, fprop, square=True)
+    else:
+        of_w = _held(w_rows, w_rows_scales, fprop, n, k, "w_rows", "linear")
+    y = _product(_factor(x2, fprop), of_w)
     if bias is not None:
         y = y + bias.float()
-    y = y.to(x.dtype).view(*x.shape[:-1], w.shape[0])
+    y = y.to(x.dtype).view(*x.shape[:-1], n)
     columns, columns_scales = _nothing(x, E4M3.dtype), _nothing(x)
     if choices.wanted and wgrad is not NONE:
         columns, columns_scales = lay_out(quantize_operand(x2.t(), wgrad), wgrad)
     w_amax = _nothing(x)
-    if keeps_w(choices):
+    if keeps_w(choices) and w_rows is None:
         w_amax = column_amax(w)
     return y, columns, columns_scales, w_amax
 
@@ -289,19 +324,23 @@ def block_linear_backward(
     w_columns_amax: Tensor | None,
     in_features: int,
     settings: int,
+    w_columns: Tensor | None = None,
+    w_columns_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx [..., K], dw [N,K], db [N]) of block_linear_forward, each empty where settings, a packed
     BlockLayer, do not ask for it.
 
     dx needs w, quantized anew along N: in squares to the numbers that the forward saw.
     w_columns_amax: what the forward measured, else w is measured anew (the reference always does).
+    Or it needs w_columns and w_columns_scales, w along N that block_quantize made beforehand.
     dw needs x: the columns that the forward returned and their scales, or x itself where wgrad is
     in bf16. db sums dy unquantized.
     """
     who = "linear_backward"
     check_quantizable(dy, who, "dy")
     given = {"x": x, "x_columns_scales": x_columns_scales, "w": w}
-    given["w_columns_amax"] = w_columns_amax
+    given |= {"w_columns_amax": w_columns_amax}
+    given |= {"w_columns": w_columns, "w_columns_scales": w_columns_scales}
     for name, t in given.items():
         if t is not None and t.device != dy.device:
             raise ValueError(
@@ -316,11 +355,17 @@ def block_linear_backward(
     m = dy2.shape[0]
     dx, dw, db = (dy.new_empty(0, dtype=d or dy.dtype) for d in (dy.dtype, dw_dtype, db_dtype))
     if choices.wanted:
-        w = _given(w, "w")
-        if w.shape != (n, k):
-            raise ValueError(f"{who}: expected w {(n, k)} for dy [..., {n}], got {tuple(w.shape)}")
+        if w_columns is not None:
+            of_w = _held(w_columns, w_columns_scales, dgrad, k, n, "w_columns", who)
+        else:
+            w = _given(w, "w")
+            if w.shape != (n, k):
+                raise ValueError(
+                    f"{who}: expected w {(n, k)} for dy [..., {n}], got {tuple(w.shape)}"
+                )
+            of_w = _factor(w.t(), dgrad, square=True)
         of_dy = fmt if dgrad is ROW else E4M3
-        dx = _product(_factor(dy2, dgrad, of_dy), _factor(w.t(), dgrad, square=True))
+        dx = _product(_factor(dy2, dgrad, of_dy), of_w)
         dx = dx.to(dy.dtype).view(*dy.shape[:-1], k)
     if dw_dtype is not None:
         x = _given(x, "x")

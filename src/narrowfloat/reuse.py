@@ -11,20 +11,68 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import _binary, ops
-from .recipe import AnyRecipe, Recipe
-from .settings import Forward
+from .mixed import HeldWeight
+from .recipe import AnyRecipe
+from .settings import BLOCK_COLUMNS_SHIFT
+
+
+class Quantized(NamedTuple):
+    """A tensor along one contraction, as an operator takes it; None where its kind has none."""
+
+    codes: Tensor | None
+    block_scales: Tensor | None
+    scale: Tensor | None  # of the tensor
+
+
+NONE = Quantized(None, None, None)
 
 
 class Held(NamedTuple):
-    """A weight [N,K] quantized once: both orientations and its scales.
+    """A weight [N,K] quantized once, as the operators of its recipe take it; NONE for a product
+    that reads the weight itself.
 
     They are written when made and never again, so a graph of autograd that saved them can be
     run whenever it likes.
     """
 
-    rows: Tensor  # [padded(N), padded(K)]
-    columns: Tensor  # [padded(K), padded(N)]
-    scale: Tensor  # fp32 [4]
+    rows: Quantized = NONE  # w [N,K], for y
+    columns: Quantized = NONE  # its transpose [K,N], for dx
+
+
+NOT_HELD = Held()
+
+
+def _fp8(w: Tensor, rows: int | None, columns: int | None) -> Held:
+    if rows is not None and columns is not None and rows != columns:  # formats
+        return Held(_fp8(w, rows, None).rows, _fp8(w, None, columns).columns)
+    code = columns if rows is None else rows
+    by_rows, by_columns, scale = ops.quantize_op(w, code, rows is not None, columns is not None)
+    return Held(
+        NONE if rows is None else Quantized(by_rows, None, scale),
+        NONE if columns is None else Quantized(by_columns, None, scale),
+    )
+
+
+def _block(w: Tensor, rows: int | None, columns: int | None) -> Held:
+    settings = (rows or 0) | (columns or 0) << BLOCK_COLUMNS_SHIFT
+    by_rows, rows_scales, by_columns, columns_scales = ops.block_quantize_op(w, settings)
+    return Held(
+        NONE if rows is None else Quantized(by_rows, rows_scales, None),
+        NONE if columns is None else Quantized(by_columns, columns_scales, None),
+    )
+
+
+_QUANTIZE = {"fp8": _fp8, "block": _block}
+
+
+def _quantized(w: Tensor, how: HeldWeight) -> Held:
+    rows, columns = how
+    if rows is not None and columns is not None and rows[0] == columns[0]:  # one read of w
+        return _QUANTIZE[rows[0]](w, rows[1], columns[1])
+    return Held(
+        NONE if rows is None else _QUANTIZE[rows[0]](w, rows[1], None).rows,
+        NONE if columns is None else _QUANTIZE[columns[0]](w, None, columns[1]).columns,
+    )
 
 
 class WeightCache:
@@ -38,13 +86,12 @@ class WeightCache:
     def get(self, w: Tensor, recipe: AnyRecipe) -> Held | None:
         """w quantized as `recipe` wants it, made now if what is held does not fit; None where
         nothing may be held."""
-        if not isinstance(recipe, Recipe) or recipe.delayed or recipe.mix:
-            return None
-        if self.open == 0 or torch.compiler.is_compiling() or w.is_inference():
+        how = recipe.weight
+        if how is None or self.open == 0 or torch.compiler.is_compiling() or w.is_inference():
             return None  # an inference tensor counts no versions
         # What is held was written on one stream, in one capture or in none; elsewhere its
         # contents may not be there yet (or, after a capture, not before the replay).
-        key = (w._version, w.data_ptr(), w.dtype, recipe.fprop.b, *_stream_and_capture(w))
+        key = (w._version, w.data_ptr(), w.dtype, how, *_stream_and_capture(w))
         found = self._held.get(id(w))
         if found is not None and found[0] is w and found[1] == key:
             return found[3]
@@ -53,8 +100,7 @@ class WeightCache:
         with torch.inference_mode(False), torch.no_grad():
             # The alias keeps the address from being given to other memory while the key names it.
             alias = w.detach()
-            code = Forward.unpack(recipe.forward_settings).w_format
-            held = Held(*ops.quantize_op(alias, code, True, True))
+            held = _quantized(alias, how)
         self._held[id(w)] = (w, key, alias, held)
         return held
 
@@ -74,14 +120,14 @@ def reuse_weights(model: nn.Module) -> Iterator[nn.Module]:
     """Inside, each weight of model's narrowfloat Linears is quantized once, not at each forward.
 
     For gradient accumulation: enter it around the forwards and backwards of one optimizer step.
-    Both orientations of each weight are held in FP8 (2 bytes an element) until the context is
-    left, an optimizer steps, or the weight's version changes (any in-place operation). Writes
-    that PyTorch does not count, those through `.data`, are not seen: leave the context first.
-    A weight that is computed at each forward (a parametrization) is not held, nor is one of a layer
-    with another recipe than a Recipe, as an FP4Recipe or a BlockRecipe, with scales from the steps
-    before or with an operand in bf16: they are quantized at each forward as outside. Code under
-    torch.compile and modules that are called from several streams quantize as outside the context
-    (again for each stream); a capture holds its own copies.
+    Both orientations of each weight are held in FP8 (2 bytes an element, and its scales) until the
+    context is left, an optimizer steps, or the weight's version changes (any in-place operation).
+    Writes that PyTorch does not count, those through `.data`, are not seen: leave the context
+    first. A weight that is computed at each forward (a parametrization) is not held, nor is what
+    products in FP4, with scales from the steps before or with a single operand in bf16 read: it is
+    quantized at each forward as outside. Code under torch.compile and modules that are called from
+    several streams quantize as outside the context (again for each stream); a capture holds its own
+    copies.
     """
     from .modules import Linear
 

@@ -62,10 +62,10 @@ int64_t run_block(const TestJob* t, int64_t device, int64_t multiprocessors) try
   return 0;
 }
 
-void run_block_restore(int64_t scaling, const void* codes, const void* scales, int64_t rows,
-                       int64_t cols, void* operand) {
+void run_block_restore(int64_t scaling, int64_t square, const void* codes, const void* scales,
+                       int64_t rows, int64_t cols, void* operand) {
   using namespace narrowfloat;
-  block_restore(static_cast<Scaling>(scaling), codes, scales, rows, cols, operand, nullptr);
+  block_restore(static_cast<Scaling>(scaling), square, codes, scales, rows, cols, operand, nullptr);
 }
 
 void run_tensor_restore(int64_t e5m2, const void* codes, const float* scale, int64_t rows,
