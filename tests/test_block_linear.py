@@ -18,7 +18,7 @@ from conftest import (
 from torch import Tensor, nn
 
 import narrowfloat as nf
-from narrowfloat import formats, ops, reference_block
+from narrowfloat import formats, ops, reference_block, reuse
 from narrowfloat.settings import BlockLayer, BlockOrientation, BlockQuantize
 
 RECIPES = sorted(name for name, r in nf.RECIPES.items() if isinstance(r, nf.BlockRecipe))
@@ -54,9 +54,9 @@ def kind_of(recipe: nf.BlockRecipe, product: str) -> str:
 
 def held(w: Tensor, recipe: nf.BlockRecipe) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """(codes and scales of w's rows, of its columns), quantized beforehand; () for bf16."""
-    made = ops.block_quantize_op(w, recipe.weight_settings)
-    rows, columns = recipe.fprop != "bf16", recipe.dgrad != "bf16"
-    return made[:2] if rows else (), made[2:] if columns else ()
+    made = reuse.NOT_HELD if recipe.weight is None else reuse.quantized(w, recipe.weight)
+    rows, columns = (() if side.codes is None else side[:2] for side in made)
+    return rows, columns
 
 
 # ---- the operators ----
@@ -255,7 +255,7 @@ def test_what_is_saved(device: str, recipe: str) -> None:
     with nf.reuse_weights(layer):
         reused = saved()
         held = layer.weight_cache._held[id(layer.weight)][3]
-        assert any(t.data_ptr() == held.columns.data_ptr() for t in reused)
+        assert any(t.data_ptr() == held.columns.codes.data_ptr() for t in reused)
         assert all(t.data_ptr() != weight for t in reused)
 
 

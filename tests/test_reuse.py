@@ -44,13 +44,13 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the weights that were quantized ahead of their products: what reuse_weights()
     does, since outside it they are quantized inside the layer's operators."""
     shapes: list[tuple[int, ...]] = []
-    quantize = reuse._quantized
+    quantize = reuse.quantized
 
     def counting(w: Tensor, how: HeldWeight) -> reuse.Held:
         shapes.append(tuple(w.shape))
         return quantize(w, how)
 
-    monkeypatch.setattr(reuse, "_quantized", counting)
+    monkeypatch.setattr(reuse, "quantized", counting)
     return shapes
 
 

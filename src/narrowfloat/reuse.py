@@ -65,7 +65,8 @@ def _block(w: Tensor, rows: int | None, columns: int | None) -> Held:
 _QUANTIZE = {"fp8": _fp8, "block": _block}
 
 
-def _quantized(w: Tensor, how: HeldWeight) -> Held:
+def quantized(w: Tensor, how: HeldWeight) -> Held:
+    """w [N,K] along both contractions, as `how` says."""
     rows, columns = how
     if rows is not None and columns is not None and rows[0] == columns[0]:  # one read of w
         return _QUANTIZE[rows[0]](w, rows[1], columns[1])
@@ -100,7 +101,7 @@ class WeightCache:
         with torch.inference_mode(False), torch.no_grad():
             # The alias keeps the address from being given to other memory while the key names it.
             alias = w.detach()
-            held = _quantized(alias, how)
+            held = quantized(alias, how)
         self._held[id(w)] = (w, key, alias, held)
         return held
 
