@@ -33,6 +33,7 @@ HELD = [  # recipes whose weights are held: each scaling in each product, and of
     nf.MixedRecipe("two formats of w", "fp8", OTHER_FORMAT, "fp8"),
     nf.MixedRecipe("y by row", "fp8_row", "fp8", "mxfp8"),
     nf.Recipe("dx in bf16 of fp8", dgrad=nf.Gemm(None, None)),
+    nf.Recipe("x in bf16 for dw", wgrad=nf.Gemm("e5m2", None)),
     nf.Recipe("dy in bf16", dgrad=nf.Gemm(None, "e4m3"), wgrad=nf.Gemm(None, "e4m3")),
     nf.RECIPES["nvfp4_mxfp8_backward"],
 ]

@@ -110,6 +110,7 @@ class Recipe:
     history_settings: int = field(init=False, repr=False, compare=False)
     # where an operand is in bf16
     mix: MixedLayer | None = field(init=False, repr=False, compare=False)
+    # what reuse_weights() holds of w
     weight: HeldWeight | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
