@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import picture
 import record
 import torch
+import variants
 from measure import Device
 from run import Run
 from subjects import SUBJECTS
@@ -119,4 +120,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    variants.register()  # here, since it changes a table of the package
     sys.exit(main())

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import operator
 import pathlib
 import sys
 
@@ -22,6 +23,7 @@ import picture  # noqa: E402
 import record  # noqa: E402
 import subjects_fork  # noqa: E402
 import subjects_tune  # noqa: E402
+import variants  # noqa: E402
 from measure import Contender, Device, Kernel  # noqa: E402
 
 FACTS = {
@@ -461,6 +463,25 @@ def test_a_fork_differs_from_the_baseline_by_its_recipe_alone(tiny_demo, threads
             assert row["weights_gap_percent"] != row["train_gap_percent"]
         assert all(abs(gap) < 5 for gap in gaps)
     assert rows["fp8", 0]["bf16_loss"] != rows["fp8", 1]["bf16_loss"]
+
+
+def test_variants_leave_in_bf16_what_their_name_says(monkeypatch):
+    import narrowfloat
+
+    monkeypatch.setattr(narrowfloat, "RECIPES", known := {})
+    variants.register()
+    operands = {
+        "x": ("fprop.a", "wgrad.b"),
+        "w": ("fprop.b", "dgrad.b"),
+        "dy": ("dgrad.a", "wgrad.a"),
+    }
+    operands |= {p: (f"{p}.a", f"{p}.b") for p in ("fprop", "dgrad")}
+    places = [f"{product}.{side}" for product in ("fprop", "dgrad", "wgrad") for side in "ab"]
+    assert set(known) == {f"{name}_in_bf16" for name in operands}
+    for name, left in operands.items():
+        for place in places:
+            found = operator.attrgetter(place)(known[f"{name}_in_bf16"])
+            assert (found is None) == (place in left), (name, place)
 
 
 def test_tune_has_a_row_for_each_plan_that_a_product_finds(monkeypatch, tmp_path):
