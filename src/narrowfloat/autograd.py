@@ -14,7 +14,7 @@ from .autograd_fp4 import FP4LinearFunction
 from .autograd_mixed import MixedLinearFunction, run_forward
 from .recipe import AnyRecipe, BlockRecipe, FP4Recipe, MixedRecipe, Recipe
 from .reference import check_quantizable
-from .reuse import NONE, NOT_HELD, Held
+from .reuse import NOT_HELD, NOTHING, Held
 from .settings import JOINS, SAVE_X, gradients
 
 
@@ -152,7 +152,7 @@ def linear(
             return LinearFunction.apply(x, w, bias, recipe, held)
         return _apply(x, w, bias, recipe, held)
     # A Function would not know that nothing is to be saved.
-    rows = NONE if held is None else held.rows
+    rows = NOTHING if held is None else held.rows
     return ops.linear_forward(x, w, bias, rows.codes, rows.scale, recipe.forward_settings)[0]
 
 
@@ -179,10 +179,9 @@ def _linear_block(
     x: Tensor, w: Tensor, bias: Tensor | None, recipe: BlockRecipe, held: Held | None
 ) -> Tensor:
     if not torch.is_grad_enabled():
-        rows = NONE if held is None else held.rows
-        return ops.block_linear_forward(x, w, bias, recipe.settings, rows.codes, rows.block_scales)[
-            0
-        ]
+        rows = NOTHING if held is None else held.rows
+        held_rows = rows.codes, rows.block_scales
+        return ops.block_linear_forward(x, w, bias, recipe.settings, *held_rows)[0]
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return BlockLinearFunction.apply(x, w, bias, recipe, held)
     return _apply_block(x, w, bias, recipe, held)
@@ -196,7 +195,7 @@ def _linear_mixed(
     held: Held | None,
 ) -> Tensor:
     if not torch.is_grad_enabled():
-        rows = NONE if held is None else held.rows
+        rows = NOTHING if held is None else held.rows
         return run_forward(recipe.mix, x, w, bias, rows)[0]  # type: ignore[arg-type]
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return MixedLinearFunction.apply(x, w, bias, recipe, held)

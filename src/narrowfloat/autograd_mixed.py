@@ -12,7 +12,7 @@ from . import ops
 from .mixed import MixedLayer
 from .recipe import MixedRecipe, Recipe
 from .reference import SCALE
-from .reuse import NONE, NOT_HELD, Held, Quantized
+from .reuse import NOT_HELD, NOTHING, Held, Quantized
 from .settings import BLOCK_KEEP_W, NEED_DX, SAVE_X, gradients
 
 
@@ -21,7 +21,7 @@ def run_forward(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    w_rows: Quantized = NONE,
+    w_rows: Quantized = NOTHING,
     save_x: bool = False,
     keep_w: bool = False,
 ) -> tuple[Tensor, Quantized, Tensor | None]:
@@ -58,7 +58,7 @@ class _Weight(NamedTuple):
 
     itself: Tensor | None = None
     measured: Tensor | None = None  # by the forward
-    columns: Quantized = NONE  # where it is reused
+    columns: Quantized = NOTHING  # where it is reused
 
 
 def _run_backward(
@@ -120,14 +120,14 @@ class MixedLinearFunction(torch.autograd.Function):
         keep_w = reads_w and mix.keeps_w
         y, columns, of_w = run_forward(mix, x, w, bias, w_rows, made, keep_w)
         if not made:
-            columns = NONE
+            columns = NOTHING
             if need_dw:
                 columns = Quantized(x, None, None) if mix.columns == "x" else _quantized(mix, x)
         ctx.save_for_backward(
             *columns,
             w if reads_w else None,
             of_w if keep_w else None,
-            *(w_columns if need_dx else NONE),
+            *(w_columns if need_dx else NOTHING),
         )
         ctx.mix = mix
         ctx.in_features = w.shape[1]
@@ -150,7 +150,7 @@ class MixedLinearFunction(torch.autograd.Function):
         else:
             if need_dx:
                 settings = mix.dx | NEED_DX
-                dx, _, _ = _run_backward(mix.dgrad, dy, NONE, w, seed, k, settings)
+                dx, _, _ = _run_backward(mix.dgrad, dy, NOTHING, w, seed, k, settings)
             if dtypes:
                 settings = mix.dw | dtypes
                 _, dw, db = _run_backward(mix.wgrad, dy, columns, _Weight(), seed, k, settings)

@@ -24,19 +24,19 @@ class Quantized(NamedTuple):
     scale: Tensor | None  # of the tensor
 
 
-NONE = Quantized(None, None, None)
+NOTHING = Quantized(None, None, None)
 
 
 class Held(NamedTuple):
-    """A weight [N,K] quantized once, as the operators of its recipe take it; NONE for a product
+    """A weight [N,K] quantized once, as the operators of its recipe take it; NOTHING for a product
     that reads the weight itself.
 
     They are written when made and never again, so a graph of autograd that saved them can be
     run whenever it likes.
     """
 
-    rows: Quantized = NONE  # w [N,K], for y
-    columns: Quantized = NONE  # its transpose [K,N], for dx
+    rows: Quantized = NOTHING  # w [N,K], for y
+    columns: Quantized = NOTHING  # its transpose [K,N], for dx
 
 
 NOT_HELD = Held()
@@ -48,8 +48,8 @@ def _fp8(w: Tensor, rows: int | None, columns: int | None) -> Held:
     code = columns if rows is None else rows
     by_rows, by_columns, scale = ops.quantize_op(w, code, rows is not None, columns is not None)
     return Held(
-        NONE if rows is None else Quantized(by_rows, None, scale),
-        NONE if columns is None else Quantized(by_columns, None, scale),
+        NOTHING if rows is None else Quantized(by_rows, None, scale),
+        NOTHING if columns is None else Quantized(by_columns, None, scale),
     )
 
 
@@ -57,8 +57,8 @@ def _block(w: Tensor, rows: int | None, columns: int | None) -> Held:
     settings = (rows or 0) | (columns or 0) << BLOCK_COLUMNS_SHIFT
     by_rows, rows_scales, by_columns, columns_scales = ops.block_quantize_op(w, settings)
     return Held(
-        NONE if rows is None else Quantized(by_rows, rows_scales, None),
-        NONE if columns is None else Quantized(by_columns, columns_scales, None),
+        NOTHING if rows is None else Quantized(by_rows, rows_scales, None),
+        NOTHING if columns is None else Quantized(by_columns, columns_scales, None),
     )
 
 
@@ -71,8 +71,8 @@ def quantized(w: Tensor, how: HeldWeight) -> Held:
     if rows is not None and columns is not None and rows[0] == columns[0]:  # one read of w
         return _QUANTIZE[rows[0]](w, rows[1], columns[1])
     return Held(
-        NONE if rows is None else _QUANTIZE[rows[0]](w, rows[1], None).rows,
-        NONE if columns is None else _QUANTIZE[columns[0]](w, None, columns[1]).columns,
+        NOTHING if rows is None else _QUANTIZE[rows[0]](w, rows[1], None).rows,
+        NOTHING if columns is None else _QUANTIZE[columns[0]](w, None, columns[1]).columns,
     )
 
 
