@@ -11,8 +11,8 @@ TORCH ?= torch>=2.10
 VENV ?= .venv
 ARGS ?=
 WHEEL ?= $(wildcard dist/*.whl)
-CXX_FILES = $(wildcard csrc/*.h csrc/*.cuh csrc/*.cpp csrc/*.cu)
-TEST_CXX_FILES = $(wildcard tests/emulation/*)
+CXX_FILES = $(foreach e,h cuh cpp cu,$(wildcard csrc/*/*.$(e)))
+TEST_CXX_FILES = $(foreach e,h cuh cpp,$(wildcard tests/emulation/*.$(e) tests/emulation/*/*.$(e)))
 
 ifeq ($(VENV),none)
 PY := $(PYTHON)

@@ -223,7 +223,7 @@ def extension() -> dict[str, Any]:
         runpath += ["nvidia/cuda_runtime/lib", "nvidia/cublas/lib"]
     ext = CUDAExtension(
         "narrowfloat._C",
-        sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").iterdir() if p.suffix in SOURCES),
+        sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suffix in SOURCES),
         # pip's pybind11 goes first: torch's own copy refuses TORCH_TARGET_VERSION before 2.13.
         include_dirs=[
             pybind11.get_include(),

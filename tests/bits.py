@@ -43,6 +43,12 @@ DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
 GROUPS = ("exact", "general")
 MAGNITUDES = (0, 1, 2, 3, 5, 7, 7)  # 7 * 2^6 is the largest E4M3, 7 * 2^13 the largest E5M2
 
+# What differs from the recorded results on purpose, and why it is better now.
+CHANGED = {
+    "refused two formats of x": "each GEMM has casts of its own: x is quantized along each "
+    "contraction as that GEMM has it (only delayed scaling, one history a tensor, refuses it)",
+}
+
 Results = dict[str, Any]  # tensors, or text, by name
 
 
@@ -715,6 +721,9 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> int:
                 continue
             ours, theirs = a[group][name], b[group][name]
             found = differences(ours, theirs)
+            if found and name in CHANGED:
+                print(f"{group}: {name}: {', '.join(found)} differ on purpose: {CHANGED[name]}")
+                continue
             equal += not found
             differ += bool(found)
             if found:

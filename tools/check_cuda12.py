@@ -123,7 +123,7 @@ def main() -> int:
         flags += ['-DNARROWFLOAT_VERSION=""', '-DNARROWFLOAT_ARCHS=""']
         folders = [ROOT / "csrc", pybind11.get_include(), *cuda, *include_paths("cpu")]
         flags += [f"-I{d}" for d in [*folders, sysconfig.get_path("include")]]
-        hosts = sorted((ROOT / "csrc").glob("*.cpp"))
+        hosts = sorted((ROOT / "csrc").rglob("*.cpp"))
         for file in hosts:
             if complaint := check_host(file, [*flags, "-fPIC"], headers, offered):
                 failed.append((file.name, complaint))
@@ -136,7 +136,7 @@ def main() -> int:
         else:
             ptxas = headers / "nvidia/cuda_nvcc/bin/ptxas"
             ptxas.chmod(0o755)
-            kernels = sorted((ROOT / "csrc").glob("*.cu"))
+            kernels = sorted((ROOT / "csrc").rglob("*.cu"))
             archs = setup.default_archs((12, 9))
             with ThreadPoolExecutor(int(setup.default_jobs())) as pool:
                 todo = [(f, a, nvcc, ptxas, flags) for f in kernels for a in archs]

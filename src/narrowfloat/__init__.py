@@ -3,18 +3,19 @@
 from . import _binary as _binary
 from . import ops as ops
 from ._version import __version__
-from .autograd import DelayedLinearFunction, LinearFunction, linear, matmul
-from .autograd_block import BlockLinearFunction
-from .autograd_fp4 import FP4LinearFunction
-from .autograd_mixed import MixedLinearFunction
+from .amax_history import step
+from .autograd import (
+    BlockLinearFunction,
+    DelayedLinearFunction,
+    FP4LinearFunction,
+    LinearFunction,
+    MixedLinearFunction,
+    linear,
+    matmul,
+)
+from .cast import Cast
 from .convert import Report, convert, plan
-from .fp4_weights import PackedFP4Linear
-from .history import step
-from .modules import FP4Linear, FP8Linear, Linear
-from .quantized import BlockTensor, FP4Tensor, QuantizedTensor, quantize
-from .recipe import RECIPES, BlockRecipe, Delayed, FP4Recipe, Gemm, MixedRecipe, Recipe
-from .reuse import reuse_weights
-from .seeds import (
+from .functional import (
     FP4DequantizeFunction,
     FP4MatMulFunction,
     FP4QuantizeFunction,
@@ -28,14 +29,31 @@ from .seeds import (
     fp8_mm,
     fp8_mm_view,
 )
+from .modules import FP4Linear, FP8Linear, Linear
+from .quantized import BlockTensor, FP4Tensor, QuantizedTensor, quantize
+from .recipe import (
+    RECIPES,
+    BlockRecipe,
+    Delayed,
+    FP4Recipe,
+    Gemm,
+    MixedRecipe,
+    Recipe,
+    block_recipe,
+    fp4_recipe,
+    mixed_recipe,
+)
 from .support import Support, supported
 from .tune import load_plans, save_plans, tune
+from .w4a16 import PackedFP4Linear
+from .weight_cache import reuse_weights
 
 __all__ = [
     "RECIPES",
     "BlockLinearFunction",
     "BlockRecipe",
     "BlockTensor",
+    "Cast",
     "Delayed",
     "DelayedLinearFunction",
     "FP4DequantizeFunction",
@@ -57,12 +75,14 @@ __all__ = [
     "Report",
     "Support",
     "__version__",
+    "block_recipe",
     "convert",
     "fp4_dequantize",
     "fp4_matmul",
     "fp4_matmul_backward_A",
     "fp4_matmul_backward_B",
     "fp4_quantize",
+    "fp4_recipe",
     "fp8_linear_backward",
     "fp8_linear_forward",
     "fp8_mm",
@@ -70,6 +90,7 @@ __all__ = [
     "linear",
     "load_plans",
     "matmul",
+    "mixed_recipe",
     "plan",
     "quantize",
     "reuse_weights",

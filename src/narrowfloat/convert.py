@@ -1,4 +1,4 @@
-"""Decides which layers of a model are converted, and says so."""
+"""Which layers of a model are converted, and the report that says so."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from . import recipe as recipes
-from . import support
-from .fp4_weights import PackedFP4Linear
 from .modules import Linear
-from .recipe import AnyRecipe
+from .recipe import Recipe
+from .w4a16 import PackedFP4Linear, fp4_weight
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +24,7 @@ Filter = Callable[[str, nn.Linear], bool] | str | Sequence[str] | None
 class Report:
     """What convert() did, or plan() would do: names of the layers, and why some were left."""
 
-    recipe: AnyRecipe
+    recipe: Recipe
     converted: list[str] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
 
@@ -107,7 +106,7 @@ def _matches(filter: Filter, name: str, module: nn.Linear) -> bool:
 
 def plan(
     model: nn.Module,
-    recipe: str | AnyRecipe = "fp8",
+    recipe: str | Recipe = "fp8",
     filter: Filter = None,
     *,
     head: bool = False,
@@ -125,8 +124,8 @@ def plan(
     if not 0 <= keep_last <= 1:
         raise ValueError(f"convert: expected keep_last from 0 to 1, got {keep_last}")
     heads = {} if head else _heads(model, linears)
-    fp4 = "fp4" in support.kinds_of(report.recipe)
-    if inference and recipes.forward_in_fp4(report.recipe) is None:
+    fp4 = "fp4" in report.recipe.kinds
+    if inference and fp4_weight(report.recipe) is None:
         raise ValueError(
             f"convert: expected an FP4 recipe with inference=True, got {report.recipe} "
             "(weights are packed in FP4 alone; convert(model, 'fp8') serves inference as it is)"
@@ -138,7 +137,7 @@ def plan(
             report.left.append((name, "the filter does not match it"))
             continue
         matched += 1
-        trained = isinstance(module, Linear) and recipes.forward_in_fp4(module.recipe) is not None
+        trained = isinstance(module, Linear) and fp4_weight(module.recipe) is not None
         if inference and name == "":
             report.left.append(
                 (name, "it is the model itself (PackedFP4Linear.from_linear makes one)")
@@ -169,7 +168,7 @@ def plan(
 
 def convert(
     model: nn.Module,
-    recipe: str | AnyRecipe = "fp8",
+    recipe: str | Recipe = "fp8",
     filter: Filter = None,
     *,
     head: bool = False,
@@ -183,7 +182,7 @@ def convert(
     else the last linear) is left unless head=True. `filter` narrows the choice: a function
     (name, module) -> bool, or one or more shell patterns for whole names ("blocks.*.mlp.*").
 
-    With a recipe that has a product in FP4 the linears of the last `keep_last` of the blocks are
+    With a recipe that has a GEMM in FP4 the linears of the last `keep_last` of the blocks are
     left too, as others train in FP4 (arXiv 2509.25149: the last layers bear it least); rounded up,
     0 converts all. The blocks are the longest numbered run that holds linears ("blocks.0.qkv",
     "blocks.1.qkv").
@@ -201,7 +200,7 @@ def convert(
         if inference and isinstance(module, nn.Linear):
             own = module.recipe if isinstance(module, Linear) else report.recipe
             parent, _, last = name.rpartition(".")
-            packed = PackedFP4Linear.from_linear(module, recipes.forward_in_fp4(own))
+            packed = PackedFP4Linear.from_linear(module, own)
             setattr(model.get_submodule(parent), last, packed)
             continue
         module.__class__ = Linear

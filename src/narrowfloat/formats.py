@@ -1,4 +1,4 @@
-"""Decides what each narrow format is: its element, its block, its largest value, its padding."""
+"""The narrow formats: their elements, blocks, largest values, padding and layout in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Format(NamedTuple):
     """One row of the table of formats (IEEE-like layouts of the OCP 8-bit specification, 2023)."""
 
     name: str
-    code: int  # how operators and csrc name the element; quantize.h holds the same numbers
+    code: int  # how operators and csrc name the element; csrc/quantize/tensor.h holds the same
     dtype: torch.dtype
     max: float  # largest finite value; larger ones saturate to it
     nan: int  # the one byte that a NaN becomes, whatever its sign
@@ -24,8 +24,6 @@ E5M2 = Format("e5m2", 1, torch.float8_e5m2, 57344.0, 0x7F)
 FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2)}
 BY_CODE: dict[int, Format] = {f.code: f for f in FORMATS.values()}
 BY_DTYPE: dict[torch.dtype, Format] = {f.dtype: f for f in FORMATS.values()}
-# In place of a format's code: the operand stays in bf16, beside one that has a format.
-IN_BF16 = 3
 
 # FP4 (OCP MX specification 2023 for E2M1 and UE8M0; NVFP4: arXiv 2509.25149). The element of both
 # is E2M1: bits 0 to 2 of a code count up this grid, bit 3 is the sign.
@@ -56,19 +54,21 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {f.name: f for f in (NVFP4, MXFP4)}
 
 
 class Scaling(NamedTuple):
-    """One row of the table of how finely an FP8 operand is scaled in a product of its own."""
+    """One row of the table of scalings: which neighbours of an operand share a scale."""
 
-    name: str  # as BlockRecipe calls it
-    code: int  # as the operators call it; block_quantize.h holds the same numbers
-    format: str  # as quantize() and the recipe of all three products call it
+    name: str  # as a Cast calls it
+    code: int  # as the operators call it; csrc/quantize/block.h holds the same numbers
+    format: str  # as quantize() and the recipe of all three GEMMs call it
     block: int  # elements along the contraction that share a scale; 0: all of a row
-    square: bool  # whether w's blocks are block x block
+    square: bool  # whether blocks may be block x block, for weights
     power_of_two: bool  # scales
+    family: str = "block"  # of kernels: "tensor", "block" or "fp4"
+    tensor_scale: bool = False  # whether there is an fp32 scale of the whole tensor
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the scales in the operators: mxfp8's are UE8M0 bytes."""
-        return torch.uint8 if self.name == "mx" else torch.float32
+        """Of the block scales in the operators: those of mx, nvfp4 and mxfp4 are bytes."""
+        return torch.uint8 if self.name == "mx" or self.family == "fp4" else torch.float32
 
 
 NONE = Scaling("bf16", 0, "bf16", 0, False, False)  # left in bf16
@@ -76,13 +76,18 @@ ROW = Scaling("row", 1, "fp8_row", 0, False, False)
 BLOCK = Scaling("block", 2, "fp8_block", 128, True, False)  # arXiv 2412.19437
 BLOCK_POW2 = Scaling("block_pow2", 3, "fp8_block_pow2", 128, True, True)
 MX = Scaling("mx", 4, "mxfp8", 32, False, True)  # OCP MX; rounded up: arXiv 2506.08027
+TENSOR = Scaling("tensor", 5, "fp8", 0, False, False, "tensor", True)
+VEC16 = Scaling("nvfp4", 6, "nvfp4", 16, True, False, "fp4", True)
+VEC32 = Scaling("mxfp4", 7, "mxfp4", 32, False, True, "fp4", True)
 
-SCALINGS: dict[str, Scaling] = {s.name: s for s in (NONE, ROW, BLOCK, BLOCK_POW2, MX)}
+SCALINGS: dict[str, Scaling] = {
+    s.name: s for s in (NONE, ROW, BLOCK, BLOCK_POW2, MX, TENSOR, VEC16, VEC32)
+}
 BY_SCALING: dict[int, Scaling] = {s.code: s for s in SCALINGS.values()}
 SCALED_FORMATS: dict[str, Scaling] = {s.format: s for s in (ROW, BLOCK, BLOCK_POW2, MX)}
 E8M0_NAN = 0xFF  # the scale byte of an mxfp8 block that holds a NaN or an Inf
 
-# dtypes that are quantized, and that a GEMM writes; in the order of quantize.h's Real
+# dtypes that are quantized, and that a GEMM writes; in the order of csrc's Real
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 # cuBLASLt wants FP8 pointers, leading dimensions and contracted sizes on 16 bytes (its manual,

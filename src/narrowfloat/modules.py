@@ -1,4 +1,4 @@
-"""Decides what the layers look like to a user: nn.Linear with a recipe."""
+"""The layers: nn.Linear with a recipe."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import history
+from . import amax_history
 from . import recipe as recipes
 from .autograd import linear
-from .recipe import AnyRecipe, Delayed, Recipe
-from .reuse import WeightCache
+from .recipe import Delayed, Recipe
+from .weight_cache import WeightCache
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose three products run in the formats of `recipe`.
+    """nn.Linear whose three GEMMs run as `recipe` says.
 
     Same constructor otherwise, same parameters, same state_dict both ways. The weight stays in
     its own dtype and is quantized at each forward (once, inside reuse_weights(), to FP8 with scales
     of its own).
     """
 
-    recipe: AnyRecipe = recipes.RECIPES["fp8"]
+    recipe: Recipe = recipes.RECIPES["fp8"]
     weight_cache: WeightCache | None = None  # set by reuse_weights() while it is open
 
     def __init__(
@@ -33,7 +33,7 @@ class Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        recipe: str | AnyRecipe = "fp8",
+        recipe: str | Recipe = "fp8",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = recipes.get(recipe)
@@ -41,28 +41,30 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         recipe = self.recipe
-        if type(recipe) is Recipe and recipe.delayed is not None:
+        if recipe.delayed is not None:
             scales = self._history(recipe.delayed)
             return linear(input, self.weight, self.bias, recipe, history=scales)
         cache = self.weight_cache
-        held = None if cache is None else cache.get(self.weight, recipe)
-        return linear(input, self.weight, self.bias, recipe, held=held)
+        if cache is None:
+            return linear(input, self.weight, self.bias, recipe)
+        cached = cache.get(self.weight, recipe)
+        return linear(input, self.weight, self.bias, recipe, cached=cached)
 
     def start_history(self) -> None:
-        """Forget the scales of the steps before, for a recipe that has them ("fp8_delayed"): the
-        next call measures. They are in the buffer scale_history, which no state_dict holds."""
-        how = history.of(self.recipe)
+        """Forget the amax history of a recipe with delayed scaling ("fp8_delayed"): the
+        next call measures. It is in the buffer scale_history, which no state_dict holds."""
+        how = self.recipe.delayed
         if how is None:
             self._buffers.pop("scale_history", None)
             return
         self.register_buffer(
-            "scale_history", history.fresh(how, self.weight.device), persistent=False
+            "scale_history", amax_history.fresh(how, self.weight.device), persistent=False
         )
-        history.follow(self)
+        amax_history.follow(self)
 
     def _history(self, how: Delayed) -> Tensor:
         held = self._buffers.get("scale_history")
-        if not history.fits(held, how, self.weight.device):  # another recipe, or moved by hand
+        if not amax_history.fits(held, how, self.weight.device):  # another recipe, or moved by hand
             self.start_history()
         return self._buffers["scale_history"]  # type: ignore[return-value]
 
@@ -77,7 +79,7 @@ class Linear(nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "scale_history" in self._buffers:  # a copy rolls too
-            history.follow(self)
+            amax_history.follow(self)
 
 
 class FP8Linear(Linear):
@@ -85,9 +87,9 @@ class FP8Linear(Linear):
 
 
 class FP4Linear(Linear):
-    """Linear with the recipe "nvfp4": all three products in FP4, as FP4Recipe describes."""
+    """Linear with the recipe "nvfp4": all three GEMMs in FP4, as fp4_recipe() describes."""
 
-    recipe: AnyRecipe = recipes.NVFP4
+    recipe: Recipe = recipes.NVFP4
 
     def __init__(
         self,
@@ -97,6 +99,6 @@ class FP4Linear(Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        recipe: str | AnyRecipe = "nvfp4",
+        recipe: str | Recipe = "nvfp4",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype, recipe=recipe)

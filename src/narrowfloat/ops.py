@@ -1,100 +1,73 @@
-"""The only place for operator names and schemas, their fakes, and what is typed against them.
+"""The operators: their schemas, fakes, and what is typed against them.
 
-The CUDA implementations register from csrc/ops.cpp, the CPU's are reference.py.
+A schema is the signature of the function of its name in reference/, which is the CPU's kernel; the
+CUDA kernels register from csrc/api/ops.cpp. A fake has the same signature too (a test compares).
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _binary, recipe, reference, reference_block, reference_delayed, reference_fp4, support
-from .formats import (
-    BY_CODE,
-    BY_SCALING,
-    E4M3,
-    E5M2,
-    HIGH_PRECISION,
-    IN_BF16,
-    NONE,
-    block_codes_shape,
-    block_scales_shape,
-    codes_shape,
-    padded,
-    padded32,
-    scales_size,
-)
-from .reference import SCALE, check_linear
-from .settings import Backward, BlockLayer, BlockQuantize, Forward, FP4Layer, FP4Quantize
+from . import _binary, recipe, support
+from . import spec as specs
+from .formats import HIGH_PRECISION, padded, padded32
+from .reference import linear, tensor
+from .reference.linear import codes_layout, has_tensor_scale, scales_layout
+from .reference.tensor import SCALE, check_linear
 
 _library = torch.library.Library("narrowfloat", "DEF")
 
-_SCHEMAS = {
-    reference.quantize: (
-        "quantize(Tensor x, int format, bool rows, bool columns, Tensor? scale=None)"
-        " -> (Tensor rows, Tensor columns, Tensor scale)"
-    ),
-    reference.scaled_mm: (
-        "scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias,"
-        " ScalarType out_dtype, bool fast) -> Tensor"
-    ),
-    reference.scaled_mm_accumulate_: (
-        "scaled_mm_accumulate_(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scale,"
-        " Tensor b_scale, bool fast) -> ()"
-    ),
-    reference.linear_forward: (
-        "linear_forward(Tensor x, Tensor w, Tensor? bias, Tensor? w_rows, Tensor? w_scale,"
-        " int settings)"
-        " -> (Tensor y, Tensor x_columns, Tensor scales)"
-    ),
-    reference.linear_backward: (
-        "linear_backward(Tensor dy, Tensor? x_columns, Tensor? scales, Tensor? w,"
-        " Tensor? w_columns, Tensor? w_scale, int in_features, int settings)"
-        " -> (Tensor dx, Tensor dw, Tensor db)"
-    ),
-    reference_delayed.delayed_linear_forward: (
-        "delayed_linear_forward(Tensor x, Tensor w, Tensor? bias, Tensor(a!) history,"
-        " int settings) -> (Tensor y, Tensor x_columns, Tensor scales)"
-    ),
-    reference_delayed.delayed_linear_backward: (
-        "delayed_linear_backward(Tensor dy, Tensor? x_columns, Tensor? scales, Tensor? w,"
-        " Tensor(a!) history, int in_features, int settings)"
-        " -> (Tensor dx, Tensor dw, Tensor db)"
-    ),
-    reference_fp4.fp4_quantize: (
-        "fp4_quantize(Tensor x, Tensor? seed, int settings)"
-        " -> (Tensor rows, Tensor rows_scales, Tensor columns, Tensor columns_scales,"
-        " Tensor scales)"
-    ),
-    reference_fp4.fp4_linear_forward: (
-        "fp4_linear_forward(Tensor x, Tensor w, Tensor? bias, int settings)"
-        " -> (Tensor y, Tensor x_columns, Tensor x_columns_scales, Tensor scales)"
-    ),
-    reference_fp4.fp4_linear_backward: (
-        "fp4_linear_backward(Tensor dy, Tensor? x_columns, Tensor? x_columns_scales,"
-        " Tensor? scales, Tensor? w, Tensor? seed, int in_features, int settings)"
-        " -> (Tensor dx, Tensor dw, Tensor db)"
-    ),
-    reference_block.block_quantize: (
-        "block_quantize(Tensor x, int settings)"
-        " -> (Tensor rows, Tensor rows_scales, Tensor columns, Tensor columns_scales)"
-    ),
-    reference_block.block_linear_forward: (
-        "block_linear_forward(Tensor x, Tensor w, Tensor? bias, int settings,"
-        " Tensor? w_rows=None, Tensor? w_rows_scales=None)"
-        " -> (Tensor y, Tensor x_columns, Tensor x_columns_scales, Tensor w_columns_amax)"
-    ),
-    reference_block.block_linear_backward: (
-        "block_linear_backward(Tensor dy, Tensor? x, Tensor? x_columns_scales, Tensor? w,"
-        " Tensor? w_columns_amax, int in_features, int settings, Tensor? w_columns=None,"
-        " Tensor? w_columns_scales=None)"
-        " -> (Tensor dx, Tensor dw, Tensor db)"
-    ),
+# each with the arguments that it changes
+_KERNELS: dict[Callable[..., Any], set[str]] = {
+    linear.quantize: set(),
+    tensor.scaled_mm: set(),
+    tensor.scaled_mm_accumulate_: {"out"},
+    linear.linear_forward: set(),
+    linear.linear_backward: set(),
+    linear.delayed_linear_forward: {"history"},
+    linear.delayed_linear_backward: {"history"},
 }
-for _kernel, _schema in _SCHEMAS.items():
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+SCHEMAS: dict[str, str] = {}
+
+
+_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "int": "int",
+    "bool": "bool",
+    "torch.dtype": "ScalarType",
+    "None": "()",
+}
+
+
+def schema_of(kernel: Callable[..., Any], changed: set[str]) -> str:
+    """The schema that a function's signature is. changed: the arguments that it changes."""
+    signature = inspect.signature(kernel)
+    arguments = []
+    for name, parameter in signature.parameters.items():
+        kind = "Tensor(a!)" if name in changed else _TYPES[parameter.annotation]
+        default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+        arguments.append(f"{kind} {name}{default}")
+    returned = signature.return_annotation
+    if returned.startswith("tuple"):
+        of_each = returned.removeprefix("tuple[").removesuffix("]").split(", ")
+        result = f"({', '.join(_TYPES[one] for one in of_each)})"
+    else:
+        result = _TYPES[returned]
+    return f"{kernel.__name__}({', '.join(arguments)}) -> {result}"
+
+
+for _kernel, _changed in _KERNELS.items():
+    SCHEMAS[_kernel.__name__] = schema_of(_kernel, _changed)
+    _library.define(
+        SCHEMAS[_kernel.__name__],
+        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+    )
     _library.impl(_kernel.__name__, _kernel, "CPU")
 
 
@@ -103,10 +76,11 @@ def _no_binary(*_: object) -> None:
 
 
 if _binary.problem is not None:  # a CUDA tensor gets the reason, in compiled code too
-    for _kernel in _SCHEMAS:
-        _library.impl(_kernel.__name__, _no_binary, "CUDA")
+    for _name in SCHEMAS:
+        _library.impl(_name, _no_binary, "CUDA")
 
-_ERRORS = (RuntimeError, ValueError, TypeError, torch.OutOfMemoryError)  # csrc/check.h: ErrorKind
+# in the order of csrc/api/check.h's ErrorKind
+_ERRORS = (RuntimeError, ValueError, TypeError, torch.OutOfMemoryError)
 
 
 class Operator:
@@ -134,12 +108,6 @@ linear_forward = Operator(_ops.linear_forward.default)
 linear_backward = Operator(_ops.linear_backward.default)
 delayed_linear_forward = Operator(_ops.delayed_linear_forward.default)
 delayed_linear_backward = Operator(_ops.delayed_linear_backward.default)
-fp4_quantize_op = Operator(_ops.fp4_quantize.default)
-fp4_linear_forward = Operator(_ops.fp4_linear_forward.default)
-fp4_linear_backward = Operator(_ops.fp4_linear_backward.default)
-block_quantize_op = Operator(_ops.block_quantize.default)
-block_linear_forward = Operator(_ops.block_linear_forward.default)
-block_linear_backward = Operator(_ops.block_linear_backward.default)
 
 
 def refuse_double_backward(who: str = "linear") -> None:
@@ -164,20 +132,35 @@ def _rows_of(x: Tensor) -> int:  # a SymInt while shapes are traced
     return rows
 
 
-# The operators' fakes: shapes and dtypes of what the functions of these names return in
-# reference.py, reference_fp4.py and reference_block.py.
+# The operators' fakes: shapes and dtypes of what the functions of these names return in reference/.
+
+
+def _empty(like: Tensor, layout: tuple[tuple[int, ...], torch.dtype]) -> Tensor:
+    return like.new_empty(layout[0], dtype=layout[1])
 
 
 @torch.library.register_fake("narrowfloat::quantize")
 def _quantize(
-    x: Tensor, format: int, rows: bool, columns: bool, scale: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    m, k, dtype = _rows_of(x), x.shape[-1], BY_CODE[format].dtype
-    return (
-        x.new_empty((padded(m), padded(k)) if rows else (0,), dtype=dtype),
-        x.new_empty((padded(k), padded(m)) if columns else (0,), dtype=dtype),
-        x.new_empty((SCALE,), dtype=torch.float32),
-    )
+    x: Tensor, spec: int, scale: Tensor | None = None, seed: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    m, k = _rows_of(x), x.shape[-1]
+    choices = specs.Quantize.unpack(spec)
+    made: list[Tensor] = []
+    any_scale = False
+    for (rows, cols), cast, wanted, as_operand in (
+        ((m, k), choices.rows, choices.want_rows, choices.rows_as_operand),
+        ((k, m), choices.columns, choices.want_columns, choices.columns_as_operand),
+    ):
+        cast = cast if wanted else None
+        any_scale |= has_tensor_scale(cast)
+        if cast is not None and as_operand:
+            made.append(x.new_empty((padded(rows), padded32(cols)), dtype=torch.bfloat16))
+            cast = None
+        else:
+            made.append(_empty(x, codes_layout(cast, rows, cols)))
+        made.append(_empty(x, scales_layout(cast, rows, cols)))
+    scales = x.new_empty((2 * SCALE if any_scale else 0,), dtype=torch.float32)
+    return made[0], made[1], made[2], made[3], scales
 
 
 @torch.library.register_fake("narrowfloat::scaled_mm")
@@ -202,22 +185,39 @@ def _scaled_mm_accumulate_(
 
 @torch.library.register_fake("narrowfloat::linear_forward")
 def _linear_forward(
-    x: Tensor,
-    w: Tensor,
+    x: Tensor | None,
+    w: Tensor | None,
     bias: Tensor | None,
-    w_rows: Tensor | None,
-    w_scale: Tensor | None,
-    settings: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_linear(x, w, bias, "linear")
-    x_format, _, _, save_x = Forward.unpack(settings)
-    save_x = save_x and x_format != IN_BF16
-    dtype = BY_CODE.get(x_format, E4M3).dtype
-    m, (n, k) = _rows_of(x), w.shape
+    spec: int,
+    x_codes: Tensor | None = None,
+    x_scales: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    w_codes: Tensor | None = None,
+    w_scales: Tensor | None = None,
+    w_scale: Tensor | None = None,
+    rows: int = 0,
+    out_features: int = 0,
+    in_features: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    choices = specs.Forward.unpack(spec)
+    if x is not None and w is not None:
+        check_linear(x, w, bias, "linear")
+    like = x if x is not None else x_codes
+    if like is None:
+        raise ValueError("linear: expected x, or x_codes, got None (pass it)")
+    m = rows if x is None else _rows_of(x)
+    n, k = (out_features, in_features) if w is None else w.shape
+    columns = choices.wgrad_b if choices.save_x else None
+    length = SCALE if has_tensor_scale(columns) else 0
+    if choices.keep_w and w_codes is None and choices.fprop_b is not None:
+        length += {"tensor": SCALE, "row": padded(k)}.get(choices.fprop_b.scaling, 0)
     return (
-        x.new_empty((*x.shape[:-1], n)),
-        x.new_empty((padded(k), padded(m)) if save_x else (0,), dtype=dtype),
-        x.new_empty((2 * SCALE if w_rows is None else SCALE,), dtype=torch.float32),
+        like.new_empty((m, n), dtype=choices.y_dtype)
+        if x is None
+        else x.new_empty((*x.shape[:-1], n)),
+        _empty(like, codes_layout(columns, k, m)),
+        _empty(like, scales_layout(columns, k, m)),
+        like.new_empty((length,), dtype=torch.float32),
     )
 
 
@@ -225,17 +225,21 @@ def _linear_forward(
 def _linear_backward(
     dy: Tensor,
     x_columns: Tensor | None,
+    x_columns_scales: Tensor | None,
     scales: Tensor | None,
     w: Tensor | None,
-    w_columns: Tensor | None,
-    w_scale: Tensor | None,
+    seed: Tensor | None,
     in_features: int,
-    settings: int,
+    spec: int,
+    x_scale: Tensor | None = None,
+    w_codes: Tensor | None = None,
+    w_scales: Tensor | None = None,
+    w_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *_, need_dx, dw_dtype, db_dtype = Backward.unpack(settings)
-    n = dy.shape[-1]
+    choices = specs.Backward.unpack(spec)
+    n, dw_dtype, db_dtype = dy.shape[-1], choices.dw_dtype, choices.db_dtype
     return (
-        dy.new_empty((*dy.shape[:-1], in_features) if need_dx else (0,)),
+        dy.new_empty((*dy.shape[:-1], in_features) if choices.need_dx else (0,)),
         dy.new_empty((n, in_features) if dw_dtype is not None else (0,), dtype=dw_dtype),
         dy.new_empty((n,) if db_dtype is not None else (0,), dtype=db_dtype),
     )
@@ -243,9 +247,9 @@ def _linear_backward(
 
 @torch.library.register_fake("narrowfloat::delayed_linear_forward")
 def _delayed_linear_forward(
-    x: Tensor, w: Tensor, bias: Tensor | None, history: Tensor, settings: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _linear_forward(x, w, bias, None, None, settings)
+    x: Tensor, w: Tensor, bias: Tensor | None, history: Tensor, spec: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _linear_forward(x, w, bias, spec)
 
 
 @torch.library.register_fake("narrowfloat::delayed_linear_backward")
@@ -256,128 +260,9 @@ def _delayed_linear_backward(
     w: Tensor | None,
     history: Tensor,
     in_features: int,
-    settings: int,
+    spec: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _linear_backward(dy, x_columns, scales, w, None, None, in_features, settings)
-
-
-@torch.library.register_fake("narrowfloat::fp4_quantize")
-def _fp4_quantize(
-    x: Tensor, seed: Tensor | None, settings: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    m, k = _rows_of(x), x.shape[-1]
-    choices = FP4Quantize.unpack(settings)
-    made = []
-    for how, rows, cols in ((choices.rows, m, k), (choices.columns, k, m)):
-        packed = how.wanted and not how.operand
-        if how.wanted and how.operand:
-            made.append(x.new_empty((padded(rows), padded32(cols)), dtype=torch.bfloat16))
-        else:
-            made.append(x.new_empty(codes_shape(rows, cols) if packed else (0,), dtype=torch.uint8))
-        size = scales_size(rows, cols) if packed else 0
-        made.append(x.new_empty((size,), dtype=torch.uint8))
-    scales = x.new_empty((reference_fp4.SCALES,), dtype=torch.float32)
-    return made[0], made[1], made[2], made[3], scales
-
-
-@torch.library.register_fake("narrowfloat::fp4_linear_forward")
-def _fp4_linear_forward(
-    x: Tensor, w: Tensor, bias: Tensor | None, settings: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_linear(x, w, bias, "linear")
-    save = FP4Layer.unpack(settings).wanted
-    m, (n, k) = _rows_of(x), w.shape
-    return (
-        x.new_empty((*x.shape[:-1], n)),
-        x.new_empty(codes_shape(k, m) if save else (0,), dtype=torch.uint8),
-        x.new_empty((scales_size(k, m) if save else 0,), dtype=torch.uint8),
-        x.new_empty((reference_fp4.SCALES,), dtype=torch.float32),
-    )
-
-
-@torch.library.register_fake("narrowfloat::fp4_linear_backward")
-def _fp4_linear_backward(
-    dy: Tensor,
-    x_columns: Tensor | None,
-    x_columns_scales: Tensor | None,
-    scales: Tensor | None,
-    w: Tensor | None,
-    seed: Tensor | None,
-    in_features: int,
-    settings: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    choices = FP4Layer.unpack(settings)
-    n, dw_dtype, db_dtype = dy.shape[-1], choices.dw_dtype, choices.db_dtype
-    return (
-        dy.new_empty((*dy.shape[:-1], in_features) if choices.wanted else (0,)),
-        dy.new_empty((n, in_features) if dw_dtype is not None else (0,), dtype=dw_dtype),
-        dy.new_empty((n,) if db_dtype is not None else (0,), dtype=db_dtype),
-    )
-
-
-@torch.library.register_fake("narrowfloat::block_quantize")
-def _block_quantize(x: Tensor, settings: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    m, k = _rows_of(x), x.shape[-1]
-    made = []
-    sizes = ((m, k), (k, m))
-    for how, (rows, cols) in zip(BlockQuantize.unpack(settings), sizes, strict=True):
-        scaling = reference_block.check_orientation(how, "block_quantize")
-        codes: tuple[int, ...] = (0,)
-        scales: tuple[int, ...] = (0,)
-        dtypes = E4M3.dtype, torch.float32
-        if how.operand:
-            codes, dtypes = (padded(rows), padded32(cols)), (torch.bfloat16, torch.float32)
-        elif scaling is not NONE:
-            codes = block_codes_shape(scaling, rows, cols)
-            scales = block_scales_shape(scaling, how.square, rows, cols)
-            dtypes = (E5M2 if how.e5m2 else E4M3).dtype, scaling.dtype
-        made += [x.new_empty(codes, dtype=dtypes[0]), x.new_empty(scales, dtype=dtypes[1])]
-    return made[0], made[1], made[2], made[3]
-
-
-@torch.library.register_fake("narrowfloat::block_linear_forward")
-def _block_linear_forward(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    settings: int,
-    w_rows: Tensor | None = None,
-    w_rows_scales: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_linear(x, w, bias, "linear")
-    choices = BlockLayer.unpack(settings)
-    wgrad = BY_SCALING[choices.wgrad]
-    m, (n, k) = _rows_of(x), w.shape
-    save = choices.wanted and wgrad is not NONE
-    keep_w = reference_block.keeps_w(choices) and w_rows is None
-    scales = block_scales_shape(wgrad, False, k, m) if save else (0,)
-    return (
-        x.new_empty((*x.shape[:-1], n)),
-        x.new_empty(block_codes_shape(wgrad, k, m) if save else (0,), dtype=E4M3.dtype),
-        x.new_empty(scales, dtype=wgrad.dtype if save else torch.float32),
-        x.new_empty((padded(k) if keep_w else 0,), dtype=torch.float32),
-    )
-
-
-@torch.library.register_fake("narrowfloat::block_linear_backward")
-def _block_linear_backward(
-    dy: Tensor,
-    x: Tensor | None,
-    x_columns_scales: Tensor | None,
-    w: Tensor | None,
-    w_columns_amax: Tensor | None,
-    in_features: int,
-    settings: int,
-    w_columns: Tensor | None = None,
-    w_columns_scales: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    choices = BlockLayer.unpack(settings)
-    n, dw_dtype, db_dtype = dy.shape[-1], choices.dw_dtype, choices.db_dtype
-    return (
-        dy.new_empty((*dy.shape[:-1], in_features) if choices.wanted else (0,)),
-        dy.new_empty((n, in_features) if dw_dtype is not None else (0,), dtype=dw_dtype),
-        dy.new_empty((n,) if db_dtype is not None else (0,), dtype=db_dtype),
-    )
+    return _linear_backward(dy, x_columns, None, scales, w, None, in_features, spec)
 
 
 def scaled_mm(
@@ -398,7 +283,7 @@ def scaled_mm(
     not match.
     """
     for q, name in ((a, "a"), (b, "b")):
-        reference.format_of(q, who)
+        tensor.format_of(q, who)
         if q.dim() != 2:
             raise ValueError(f"{who}: expected {name} of two dimensions, got {tuple(q.shape)}")
     if a.shape[1] != b.shape[1]:

@@ -1,4 +1,4 @@
-"""Decides what quantize() gives a user: codes, scales, and the way back."""
+"""What quantize() gives a user: codes, scales, and the way back."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from . import formats, ops, recipe, support
+from .cast import Cast
 from .formats import GROUP, MXFP4, BlockFormat, Format, Scaling, padded, padded32
-from .numerics_fp4 import e4m3, grid
-from .reference import as_rows, check_quantizable
-from .reference_block import Operand, taken, values
-from .reference_fp4 import unpack, untile
-from .settings import BlockOrientation, BlockQuantize, FP4Quantize, Orientation
+from .reference.block import Operand, taken, values
+from .reference.fp4 import unpack, untile
+from .reference.fp4_numerics import e4m3, grid
+from .reference.tensor import as_rows, check_quantizable
+from .spec import both
 
 EXPONENT = 23  # where it starts in the bits of an fp32
 
@@ -63,7 +64,7 @@ class FP4Tensor(NamedTuple):
 
 
 class BlockTensor(NamedTuple):
-    """A tensor [..., K] in FP8 with scales finer than a tensor's: real = data * scale.
+    """A tensor [..., K] in FP8 with rowwise or blockwise scaling: real = data * scale.
 
     data: E4M3 codes in torch's dtype, the shape of the original. scales: of "fp8_row" fp32
     [..., 1]; of "fp8_block" and "fp8_block_pow2" fp32 [..., ceil(K / 128)], with two_d
@@ -146,8 +147,13 @@ def quantize(
     check_quantizable(x, "quantize")
     block_format = formats.BLOCK_FORMATS.get(format) if isinstance(format, str) else None
     if block_format is not None:
-        how = Orientation(True, stochastic=stochastic, four_over_six=four_over_six)
-        return _quantize_fp4(x.detach(), block_format, how, two_d)
+        if block_format is MXFP4 and (two_d or four_over_six):
+            raise ValueError(
+                f"quantize: expected two_d and four_over_six to be False for mxfp4, got {two_d} "
+                f"and {four_over_six} (its blocks are 1 x 32, its scales powers of two)"
+            )
+        how = Cast("e2m1", format, two_d, stochastic=stochastic, four_over_six=four_over_six)
+        return _quantize_fp4(x.detach(), block_format, how)
     scaling = formats.SCALED_FORMATS.get(format) if isinstance(format, str) else None
     if scaling is not None:
         if four_over_six or stochastic or (two_d and not scaling.square):
@@ -169,15 +175,15 @@ def quantize(
 
 def _quantize_fp8(x: Tensor, fmt: Format) -> QuantizedTensor:
     support.require(recipe.FP8, x.device)
-    rows, _, scale = ops.quantize_op(x, fmt.code, True, False)
+    rows, *_, scale = ops.quantize_op(x, both(Cast(fmt.name), None).pack())
     data = _view(rows, x.shape[:-1], x.shape[-1], padded(x.shape[-1]))
     return QuantizedTensor(data, scale[0], fmt.name, x.dtype)
 
 
 def _quantize_block(x: Tensor, scaling: Scaling, two_d: bool) -> BlockTensor:
     support.require(recipe.FP8, x.device)  # each chip quantizes, whatever it multiplies
-    how = BlockOrientation(scaling.code, square=two_d)
-    rows, scales, _, _ = ops.block_quantize_op(x, BlockQuantize(how).pack())
+    how = Cast("e4m3", scaling.name, square=two_d)
+    rows, scales, *_ = ops.quantize_op(x, both(how, None).pack())
     leading, k = x.shape[:-1], x.shape[-1]
     data = _view(rows, leading, k, rows.shape[1])
     operand = taken(rows, scales, as_rows(x).shape[0], k, scaling, two_d)
@@ -189,23 +195,16 @@ def _quantize_block(x: Tensor, scaling: Scaling, two_d: bool) -> BlockTensor:
     return BlockTensor(data, scales, scaling.format, x.dtype, two_d)
 
 
-def _quantize_fp4(x: Tensor, fmt: BlockFormat, how: Orientation, two_d: bool) -> FP4Tensor:
-    mx = fmt is MXFP4
-    if mx and (two_d or how.four_over_six):
-        raise ValueError(
-            f"quantize: expected two_d and four_over_six to be False for mxfp4, got {two_d} and "
-            f"{how.four_over_six} (its blocks are 1 x 32, its scales powers of two)"
-        )
+def _quantize_fp4(x: Tensor, fmt: BlockFormat, how: Cast) -> FP4Tensor:
     support.require(recipe.RECIPES[fmt.name], x.device)
     seed = ops.draw_seed(x.device) if how.stochastic else None
-    choices = FP4Quantize(rows=how, mx=mx, two_d=two_d)
-    rows, tiled, _, _, tensor_scales = ops.fp4_quantize_op(x, seed, choices.pack())
+    rows, tiled, _, _, tensor_scales = ops.quantize_op(x, both(how, None).pack(), None, seed)
     k, scale = x.shape[-1], tensor_scales[0]
     m = as_rows(x).shape[0]
     data = _view(rows, x.shape[:-1], -(-k // 2), padded32(k) // 2)
     scales = untile(tiled, m, k)[:, :: fmt.block // GROUP].contiguous()
     scales = scales.view(*x.shape[:-1], scales.shape[1])
-    if mx:
+    if fmt is MXFP4:
         scales, scale = _as_e8m0(scales, scale), torch.ones_like(scale)
     else:
         scales = scales.view(fmt.scale)

@@ -1,54 +1,57 @@
-"""Decides which format, rounding and accumulation each of a linear layer's six operands gets."""
+"""What a user asks for: how the six operands of a linear layer's three GEMMs are quantized."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from . import formats
-from .formats import IN_BF16
-from .mixed import HeldWeight, Layer, MixedLayer, PerTensor, held_weight, mix
-from .reference_delayed import LONGEST
-from .settings import GUARDED, Backward, BlockLayer, Forward, FP4Layer
+from . import formats, spec
+from .cast import KINDS, Cast, check_fast, kind_of, scaling_of, tensor_cast
+from .formats import NONE, SCALINGS
+from .reference.delayed import LONGEST
+from .spec import bit, bits_of
 
 ACCUMULATE = ("fast", "exact")
-PRODUCTS = ("fprop", "dgrad", "wgrad")
+GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """One product d [M,N] = a [M,K] b [N,K]^T.
+    """One GEMM d [M,N] = a [M,K] b [N,K]^T.
 
-    a, b: formats of the operands; None: the operand is left in bf16. accumulate: "fast" lets the
-    tensor cores keep fewer bits of the running sum (cuBLASLt's FAST_ACCUM); "exact" carries it in
-    fp32.
+    a, b: how its operands are quantized, a Cast each; the name of an element ("e4m3", "e5m2") is
+    one with a scale for the whole tensor; None: the operand is left in bf16. accumulate: "fast"
+    lets the tensor cores keep fewer bits of the running sum (cuBLASLt's FAST_ACCUM); "exact"
+    carries it in fp32. ValueError for what no tensor core multiplies (cast.py has the table).
 
     With one None the other operand is quantized as it is without it, and bf16 tensor cores multiply
     its codes, which bf16 holds exactly, at bf16's speed at best: it tells which operand costs
-    quality. fp32 and fp16 are rounded to bf16 for a None. Such a product has no "fast".
+    quality. fp32 and fp16 are rounded to bf16 for a None.
     """
 
-    a: str | None = "e4m3"
-    b: str | None = "e4m3"
+    a: Cast | str | None = "e4m3"
+    b: Cast | str | None = "e4m3"
     accumulate: str = "exact"
+
+    # as the support table calls it
+    kind: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.accumulate not in ACCUMULATE:
             raise ValueError(
                 f"Gemm: expected accumulate out of {ACCUMULATE}, got {self.accumulate!r}"
             )
-        if self.fast and None in (self.a, self.b):
-            raise ValueError(
-                f"Gemm: expected accumulate='exact' of a product with an operand in bf16, got "
-                f"'fast' with {self.a!r} and {self.b!r} (cuBLASLt has it for FP8 alone)"
-            )
-        for operand in (self.a, self.b):
-            if operand is not None:
-                formats.get(operand, "Gemm")
-        if self.a == self.b == "e5m2":
-            raise ValueError(
-                "Gemm: expected at most one e5m2 operand, got two "
-                "(no tensor core path multiplies e5m2 by e5m2; make one of them e4m3)"
-            )
+        for name in ("a", "b"):
+            operand = getattr(self, name)
+            if operand is not None and not isinstance(operand, Cast):
+                object.__setattr__(self, name, tensor_cast(operand, "Gemm"))
+        a, b = self.casts
+        object.__setattr__(self, "kind", kind_of(a, b))
+        if self.fast:
+            check_fast(self.kind, a, b)
+
+    @property
+    def casts(self) -> tuple[Cast | None, Cast | None]:
+        return self.a, self.b  # type: ignore[return-value]
 
     @property
     def fast(self) -> bool:
@@ -57,7 +60,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Delayed:
-    """Scales from the steps before, so that a tensor is read once.
+    """Delayed scaling: scales from the amax history of a tensor, so that it is read once.
 
     length: steps that a history holds, 1 to 1024. use: "max" of them or the "latest". margin: the
     scale covers 2^margin times that. guard: a tensor that outgrew its scale is quantized again in
@@ -81,21 +84,29 @@ class Delayed:
             raise ValueError(f"Delayed: expected a margin from 0 to 64, got {self.margin}")
 
 
+_OPERANDS = (
+    ("x", ("fprop", "a"), ("wgrad", "b")),
+    ("w", ("fprop", "b"), ("dgrad", "b")),
+    ("dy", ("dgrad", "a"), ("wgrad", "a")),
+)
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """How a linear layer y = x w^T is computed in training.
+    """How a linear layer y = x w^T is computed in training: three GEMMs of two operands each.
 
-    fprop: y = x w^T (a is x, b is w); dgrad: dx = dy w (a is dy, b is w);
-    wgrad: dw = dy^T x (a is dy, b is x). Scales are per tensor, from the tensor at hand
-    ("current scaling") or, with `delayed`, from the steps before, and with one scale a tensor dy
-    needs the range of e5m2.
+    fprop: y = x w^T (a is x, b is w); dgrad: dx = dy w (a is dy, b is w); wgrad: dw = dy^T x (a is
+    dy, b is x). delayed: scales by amax history instead of the tensor at hand ("current scaling"),
+    for operands that all have one scale a tensor.
 
-    Accumulation is exact everywhere. Fast keeps so few bits of the running sum that terms of one
-    sign are lost on Hopper: 4096 ones sum to 4020, 16384 to 16093. In fprop it saves 0 to 2 % of a
-    layer there (benchmarks/results/h200, "accumulation").
+    The default is "fp8": with one scale a tensor dy needs the range of e5m2. Accumulation is exact
+    everywhere. Fast keeps so few bits of the running sum that terms of one sign are lost on Hopper:
+    4096 ones sum to 4020, 16384 to 16093. In fprop it saves 0 to 2 % of a layer there
+    (benchmarks/results/h200, "accumulation").
 
-    An operand that takes part in two products has one format in both: it is quantized once. In
-    either it may be left in bf16 instead: with a None anywhere the layer computes as a MixedRecipe.
+    An operand that takes part in two GEMMs is quantized along both contractions, each as its GEMM
+    has it: at once where both are alike. block_recipe(), fp4_recipe() and mixed_recipe() make
+    recipes by shorter words.
     """
 
     name: str = "fp8"
@@ -104,60 +115,115 @@ class Recipe:
     wgrad: Gemm = Gemm("e5m2", "e4m3", "exact")
     delayed: Delayed | None = None
 
-    # what the operators are told, found once: packed Forward and Backward, without what is wanted
-    forward_settings: int = field(init=False, repr=False, compare=False)
-    backward_settings: int = field(init=False, repr=False, compare=False)
-    history_settings: int = field(init=False, repr=False, compare=False)
-    # where an operand is in bf16
-    mix: MixedLayer | None = field(init=False, repr=False, compare=False)
-    # what reuse_weights() holds of w
-    weight: HeldWeight | None = field(init=False, repr=False, compare=False)
+    # What the operators are told, found once, without what a call wants of them (spec.py).
+    forward_spec: int = field(init=False, repr=False, compare=False)
+    backward_spec: int = field(init=False, repr=False, compare=False)
+    # what a call adds to them: x's columns, what the forward measured of w for dgrad
+    save_x: int = field(init=False, repr=False, compare=False)
+    keep_w: int = field(init=False, repr=False, compare=False)
+    # which of the forward's results a backward can need
+    saves_x_scales: bool = field(init=False, repr=False, compare=False)
+    saves_scales: bool = field(init=False, repr=False, compare=False)
+    # how reuse_weights() quantizes w, for the quantize operator; 0 where it does not
+    cached_spec: int = field(init=False, repr=False, compare=False)
+    draws_dx: bool = field(init=False, repr=False, compare=False)  # stochastic rounding
+    draws_dw: bool = field(init=False, repr=False, compare=False)
+    # of GEMM in the support table; "bf16" only where there is no other
+    kinds: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for what, first, second in (
-            ("x (fprop.a and wgrad.b)", self.fprop.a, self.wgrad.b),
-            ("w (fprop.b and dgrad.b)", self.fprop.b, self.dgrad.b),
-            ("dy (dgrad.a and wgrad.a)", self.dgrad.a, self.wgrad.a),
-        ):
-            if first != second and first is not None and second is not None:
+        for name in GEMMS:
+            if not isinstance(getattr(self, name), Gemm):
                 raise ValueError(
-                    f"Recipe: expected one format for {what}, got {first!r} and {second!r} "
-                    "(each operand is quantized once and used in both products)"
+                    f"Recipe: expected {name} as a Gemm, got {getattr(self, name)!r} "
+                    "(mixed_recipe() takes recipes)"
                 )
-        operands = (
-            self.fprop.a or self.wgrad.b,
-            self.fprop.b or self.dgrad.b,
-            self.dgrad.a or self.wgrad.a,
+        (x, w), (dy, w_columns), (dy_columns, x_columns) = (
+            getattr(self, name).casts for name in GEMMS
         )
-        x, w, dy = (formats.get(f or "e4m3").code for f in operands)  # or no product has it
-        forward = Forward(x, w, self.fprop.fast)
-        backward = Backward(dy, w, self.dgrad.fast, self.wgrad.fast)
-        object.__setattr__(self, "forward_settings", forward.pack())
-        object.__setattr__(self, "backward_settings", backward.pack())
-        guarded = self.delayed is not None and self.delayed.guard
-        object.__setattr__(self, "history_settings", GUARDED if guarded else 0)
-        gemms = {product: getattr(self, product) for product in PRODUCTS}
-        left = [product for product, gemm in gemms.items() if None in (gemm.a, gemm.b)]
-        if left and self.delayed is not None:
-            raise ValueError(
-                f"Recipe: expected formats for all operands with scales from the steps before, got "
-                f"None in {' and '.join(left)} (leave `delayed` out)"
-            )
-        layers = [_layer(self, product) for product in PRODUCTS]
-        object.__setattr__(self, "mix", mix(*layers) if left else None)
-        weight = None if self.delayed is not None else held_weight(*layers)
-        object.__setattr__(self, "weight", weight)
+        for name, cast in (("x", x), ("w", w), ("w", w_columns), ("x", x_columns)):
+            if cast is not None and cast.stochastic:
+                raise ValueError(
+                    f"Recipe: expected stochastic rounding of dy alone, got it of {name} (a "
+                    "gradient's error averages out over steps, a forward's does not)"
+                )
+        if self.delayed is not None:
+            self._check_delayed()
+        guard = self.delayed is not None and self.delayed.guard
+        forward = bit("forward.fprop_a", bits_of(x)) | bit("forward.fprop_b", bits_of(w))
+        forward |= bit("forward.wgrad_b", bits_of(x_columns)) | bit("forward.fast", self.fprop.fast)
+        backward = bit("backward.dgrad_a", bits_of(dy)) | bit(
+            "backward.dgrad_b", bits_of(w_columns)
+        )
+        backward |= bit("backward.wgrad_a", bits_of(dy_columns))
+        backward |= bit("backward.wgrad_b", bits_of(x_columns))
+        backward |= bit("backward.fast_dgrad", self.dgrad.fast)
+        backward |= bit("backward.fast_wgrad", self.wgrad.fast)
+        used = {getattr(self, name).kind for name in GEMMS} - {NONE.name} or {NONE.name}
+        # The forward measures w by tensor, or by row, for itself; dgrad's cast then takes it over.
+        measured = w is not None and w == w_columns and w.scaling in ("tensor", "row")
+        found = {
+            "forward_spec": forward | bit("forward.guarded", guard),
+            "backward_spec": backward | bit("backward.guarded", guard),
+            "save_x": spec.SAVE_X if x_columns is not None else 0,
+            "keep_w": spec.KEEP_W if measured else 0,
+            "saves_x_scales": x_columns is not None and x_columns.scaling != "tensor",
+            "saves_scales": measured or (x_columns is not None and x_columns.of.tensor_scale),
+            "cached_spec": self._cached(w, w_columns),
+            "draws_dx": dy is not None and dy.stochastic,
+            "draws_dw": dy_columns is not None and dy_columns.stochastic,
+            "kinds": tuple(kind for kind in KINDS if kind in used),
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+
+    def _check_delayed(self) -> None:
+        for name, *places in _OPERANDS:
+            casts = [getattr(getattr(self, gemm), side) for gemm, side in places]
+            if any(cast is None or cast.scaling != "tensor" for cast in casts):
+                raise ValueError(
+                    f"Recipe: expected one scale a tensor for all operands with delayed scaling, "
+                    f"got {[scaling_of(c).name for c in casts]} for {name} (leave `delayed` out)"
+                )
+            if casts[0] != casts[1]:
+                raise ValueError(
+                    f"Recipe: expected one format for {name} with delayed scaling, got "
+                    f"{casts[0].element!r} and {casts[1].element!r} (a tensor has one history)"
+                )
+
+    def _cached(self, w: Cast | None, w_columns: Cast | None) -> int:
+        """FP4 weights, and those with delayed scaling, are quantized in each call."""
+        if self.delayed is not None:
+            return 0
+        rows, columns = (
+            None if cast is None or cast.of.family == "fp4" else cast for cast in (w, w_columns)
+        )
+        return spec.both(rows, columns).pack()
+
+    @property
+    def mixed(self) -> bool:
+        """Whether its GEMMs are of several kinds."""
+        return len({getattr(self, name).kind for name in GEMMS}) > 1
 
     def __str__(self) -> str:
         return self.name
 
 
+# ---- recipes by shorter words ----
+
 FOUR_OVER_SIX = ("none", "x", "w", "both")
 
 
-@dataclass(frozen=True)
-class FP4Recipe:
-    """How a linear layer y = x w^T is computed in FP4, all three products of it.
+def fp4_recipe(
+    name: str = "nvfp4",
+    format: str = "nvfp4",
+    weights_2d: bool = True,
+    rotate_wgrad: bool = True,
+    stochastic_dy: bool = True,
+    four_over_six: str = "none",
+    scale_up_dy: bool = False,
+) -> Recipe:
+    """All three GEMMs in FP4.
 
     format: "nvfp4" (a scale each 16 elements and one a tensor) or "mxfp4" (a power of two each
     32). weights_2d: w in blocks of 16 x 16, so that fprop and dgrad see the same numbers (nvfp4
@@ -169,222 +235,165 @@ class FP4Recipe:
     four_over_six: "none", "x", "w" or "both": of these, each block maps its largest value to 6 or
     to 4, whichever has the smaller squared error (nvfp4 alone; arXiv 2512.02010). scale_up_dy:
     block scales of dy are rounded up so that nothing saturates and stochastic rounding is unbiased
-    (in mxfp4 they always are).
+    (in mxfp4 they always are). ValueError for other words.
     """
-
-    name: str = "nvfp4"
-    format: str = "nvfp4"
-    weights_2d: bool = True
-    rotate_wgrad: bool = True
-    stochastic_dy: bool = True
-    four_over_six: str = "none"
-    scale_up_dy: bool = False
-
-    # what the operators are told, found once: a packed FP4Layer, without what is wanted
-    settings: int = field(init=False, repr=False, compare=False)
-    weight: HeldWeight | None = field(default=None, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.format not in formats.BLOCK_FORMATS:
-            raise ValueError(
-                f"FP4Recipe: expected a format out of {sorted(formats.BLOCK_FORMATS)}, got "
-                f"{self.format!r}"
-            )
-        if self.four_over_six not in FOUR_OVER_SIX:
-            raise ValueError(
-                f"FP4Recipe: expected four_over_six out of {FOUR_OVER_SIX}, got "
-                f"{self.four_over_six!r}"
-            )
-        mx = self.format == "mxfp4"
-        if mx and self.four_over_six != "none":
-            raise ValueError(
-                f"FP4Recipe: expected four_over_six='none' in mxfp4, got {self.four_over_six!r} "
-                "(its scales are powers of two: none lies between those of 6 and of 4)"
-            )
-        layer = FP4Layer(
-            mx,
-            self.weights_2d and not mx,
-            self.rotate_wgrad,
-            self.stochastic_dy,
-            self.four_over_six in ("x", "both"),
-            self.four_over_six in ("w", "both"),
-            self.scale_up_dy,
+    if format not in formats.BLOCK_FORMATS:
+        raise ValueError(
+            f"FP4Recipe: expected a format out of {sorted(formats.BLOCK_FORMATS)}, got {format!r}"
         )
-        object.__setattr__(self, "settings", layer.pack())
+    if four_over_six not in FOUR_OVER_SIX:
+        raise ValueError(
+            f"FP4Recipe: expected four_over_six out of {FOUR_OVER_SIX}, got {four_over_six!r}"
+        )
+    mx = format == "mxfp4"
+    if mx and four_over_six != "none":
+        raise ValueError(
+            f"FP4Recipe: expected four_over_six='none' in mxfp4, got {four_over_six!r} "
+            "(its scales are powers of two: none lies between those of 6 and of 4)"
+        )
+    six_x, six_w = four_over_six in ("x", "both"), four_over_six in ("w", "both")
 
-    def __str__(self) -> str:
-        return self.name
+    def cast(
+        square: bool = False, six: bool = False, hadamard: bool = False, of_dy: bool = False
+    ) -> Cast:
+        return Cast(
+            "e2m1", format, square, of_dy and stochastic_dy, hadamard, six, of_dy and scale_up_dy
+        )
+
+    w = cast(weights_2d and not mx, six_w)
+    return Recipe(
+        name,
+        Gemm(cast(six=six_x), w),
+        Gemm(cast(of_dy=True), w),
+        Gemm(cast(hadamard=rotate_wgrad, of_dy=True), cast(six=six_x, hadamard=rotate_wgrad)),
+    )
 
 
-@dataclass(frozen=True)
-class BlockRecipe:
-    """How a linear layer y = x w^T is computed in FP8 with scales finer than a tensor's.
+BLOCK_SCALINGS = ("bf16", "row", "block", "block_pow2", "mx")
 
-    fprop, dgrad, wgrad: how both operands of the product are scaled, each along its contraction:
+
+def block_recipe(
+    name: str = "fp8_block",
+    fprop: str = "block",
+    dgrad: str = "block",
+    wgrad: str = "block",
+    dy: str = "e4m3",
+    fast: tuple[str, ...] = (),
+) -> Recipe:
+    """FP8 with rowwise or blockwise scaling.
+
+    fprop, dgrad, wgrad: how both operands of the GEMM are scaled, each along its contraction:
     "row", one fp32 scale a row; "block", fp32 for each 128 elements, of w for each 128 x 128 in
     fprop and dgrad, which so see the same numbers (arXiv 2412.19437); "block_pow2", the same with
     powers of two; "mx", a power of two for each 32 (mxfp8; arXiv 2506.08027), rounded up; or
     "bf16": not quantized.
 
-    Elements are E4M3. dy: "e5m2" gives dy more range, where its products are scaled by row. fast:
-    the products whose sum the tensor cores may carry in fewer bits, where they are scaled by row;
-    see Recipe.
+    Elements are E4M3. dy: "e5m2" gives dy more range, where its GEMMs are scaled by row. fast: the
+    GEMMs whose sum the tensor cores may carry in fewer bits, where they are scaled by row; see
+    Recipe. ValueError for other words.
     """
-
-    name: str = "fp8_block"
-    fprop: str = "block"
-    dgrad: str = "block"
-    wgrad: str = "block"
-    dy: str = "e4m3"
-    fast: tuple[str, ...] = ()
-
-    # what the operators are told, found once: a packed BlockLayer, without what is wanted
-    settings: int = field(init=False, repr=False, compare=False)
-    weight: HeldWeight | None = field(init=False, repr=False, compare=False)
-    # how it scales, each way once, in the table's order; bf16 only where there is nothing else
-    scalings: tuple[str, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        for product in PRODUCTS:
-            if getattr(self, product) not in formats.SCALINGS:
-                raise ValueError(
-                    f"BlockRecipe: expected {product} out of {sorted(formats.SCALINGS)}, got "
-                    f"{getattr(self, product)!r}"
-                )
-        if self.dy not in formats.FORMATS:
+    scalings = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}
+    for gemm, scaling in scalings.items():
+        if scaling not in BLOCK_SCALINGS:
             raise ValueError(
-                f"BlockRecipe: expected dy out of {sorted(formats.FORMATS)}, got {self.dy!r}"
+                f"BlockRecipe: expected {gemm} out of {sorted(BLOCK_SCALINGS)}, got {scaling!r}"
             )
-        of_dy = {self.dgrad, self.wgrad} - {"bf16"}
-        if self.dy == "e5m2" and of_dy != {"row"}:
-            raise ValueError(
-                f"BlockRecipe: expected dy='e4m3', got 'e5m2' with dgrad {self.dgrad!r} and wgrad "
-                f"{self.wgrad!r} (blocks have the range in their scales; e5m2 is for products "
-                "scaled by row)"
-            )
-        if not isinstance(self.fast, tuple) or not set(self.fast) <= set(PRODUCTS):
-            raise ValueError(
-                f"BlockRecipe: expected fast as a tuple of names out of {PRODUCTS}, got "
-                f"{self.fast!r}"
-            )
-        for product in self.fast:
-            if getattr(self, product) != "row":
-                raise ValueError(
-                    f"BlockRecipe: expected fast accumulation of products scaled by row, got "
-                    f"{product} in {getattr(self, product)!r} (cuBLASLt has none for it)"
-                )
-        used = {self.fprop, self.dgrad, self.wgrad} - {"bf16"} or {"bf16"}
-        object.__setattr__(self, "scalings", tuple(n for n in formats.SCALINGS if n in used))
-        fprop, dgrad, wgrad = (formats.SCALINGS[getattr(self, p)].code for p in PRODUCTS)
-        fast_fprop, fast_dgrad, fast_wgrad = (product in self.fast for product in PRODUCTS)
-        layer = BlockLayer(
-            fprop, dgrad, wgrad, self.dy == "e5m2", fast_fprop, fast_dgrad, fast_wgrad
+    if dy not in formats.FORMATS:
+        raise ValueError(f"BlockRecipe: expected dy out of {sorted(formats.FORMATS)}, got {dy!r}")
+    if dy == "e5m2" and {dgrad, wgrad} - {"bf16"} != {"row"}:
+        raise ValueError(
+            f"BlockRecipe: expected dy='e4m3', got 'e5m2' with dgrad {dgrad!r} and wgrad {wgrad!r} "
+            "(blocks have the range in their scales; e5m2 is for GEMMs scaled by row)"
         )
-        object.__setattr__(self, "settings", layer.pack())
-        object.__setattr__(self, "weight", held_weight(layer, layer, layer))
+    if not isinstance(fast, tuple) or not set(fast) <= set(GEMMS):
+        raise ValueError(
+            f"BlockRecipe: expected fast as a tuple of names out of {GEMMS}, got {fast!r}"
+        )
+    for gemm in fast:
+        if scalings[gemm] != "row":
+            raise ValueError(
+                f"BlockRecipe: expected fast accumulation of GEMMs scaled by row, got {gemm} in "
+                f"{scalings[gemm]!r} (cuBLASLt has none for it)"
+            )
 
-    def __str__(self) -> str:
-        return self.name
+    def gemm_of(gemm: str, element: str, weight: bool) -> Gemm:
+        scaling = scalings[gemm]
+        if scaling == NONE.name:
+            return Gemm(None, None)
+        b = Cast("e4m3", scaling, square=weight and SCALINGS[scaling].square)
+        return Gemm(Cast(element, scaling), b, "fast" if gemm in fast else "exact")
+
+    return Recipe(
+        name,
+        gemm_of("fprop", "e4m3", True),
+        gemm_of("dgrad", dy, True),
+        gemm_of("wgrad", dy, False),
+    )
 
 
-@dataclass(frozen=True)
-class MixedRecipe:
-    """How a linear layer y = x w^T is computed with products of different kinds.
+def mixed_recipe(
+    name: str, fprop: str | Recipe, dgrad: str | Recipe, wgrad: str | Recipe
+) -> Recipe:
+    """Each GEMM as another recipe has it.
 
-    fprop, dgrad, wgrad: each a recipe or its name, whose product of that name is taken as it is
-    there: "nvfp4" as fprop is nvfp4's forward bit for bit, "mxfp8" as wgrad is mxfp8's dw; "bf16"
-    leaves the product in bf16. x's columns for dw are quantized as wgrad's recipe has them.
+    fprop, dgrad, wgrad: each a recipe or its name, whose GEMM of that name is taken as it is there:
+    "nvfp4" as fprop is nvfp4's forward bit for bit, "mxfp8" as wgrad is mxfp8's dw; "bf16" leaves
+    the GEMM in bf16.
 
-    FP4Recipe's weights_2d is for fprop and dgrad of one such recipe; where the other is of another
-    kind it only costs accuracy, so give weights_2d=False. Scales from the steps before (`delayed`)
-    are refused.
+    fp4_recipe's weights_2d is for fprop and dgrad of one such recipe; where the other is of another
+    kind it only costs accuracy, so give weights_2d=False. Delayed scaling is refused.
     """
-
-    name: str
-    fprop: str | AnyRecipe
-    dgrad: str | AnyRecipe
-    wgrad: str | AnyRecipe
-
-    # what the operators are told, found once
-    mix: MixedLayer = field(init=False, repr=False, compare=False)
-    weight: HeldWeight | None = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        layers = []
-        for product in PRODUCTS:
-            recipe = _taken(getattr(self, product), product)
-            object.__setattr__(self, product, recipe)
-            layers.append(_layer(recipe, product))
-        object.__setattr__(self, "mix", mix(*layers))
-        object.__setattr__(self, "weight", held_weight(*layers))
-
-    def __str__(self) -> str:
-        return self.name
+    taken = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}
+    gemms = [getattr(_taken(recipe, gemm), gemm) for gemm, recipe in taken.items()]
+    return Recipe(name, *gemms)
 
 
-OneKind = Recipe | FP4Recipe | BlockRecipe
-AnyRecipe = OneKind | MixedRecipe
-
-BF16 = BlockRecipe("bf16", "bf16", "bf16", "bf16")
-
-
-def _taken(recipe: str | AnyRecipe, product: str) -> OneKind:
-    """The recipe that a MixedRecipe has for a product."""
-    if recipe == "bf16":
+def _taken(recipe: str | Recipe, gemm: str) -> Recipe:
+    """The recipe that mixed_recipe() takes a GEMM of."""
+    if isinstance(recipe, str) and recipe == "bf16":
         return BF16
     try:
         found = get(recipe)
     except ValueError:
         raise ValueError(
-            f"MixedRecipe: expected {product} as a recipe, as 'bf16' or as a name out of "
+            f"MixedRecipe: expected {gemm} as a recipe, as 'bf16' or as a name out of "
             f"{sorted(RECIPES)}, got {recipe!r}"
         ) from None
-    if isinstance(found, MixedRecipe):
-        found = getattr(found, product)
-    if isinstance(found, Recipe) and found.delayed is not None:
+    if found.delayed is not None:
         raise ValueError(
-            f"MixedRecipe: expected {product} with scales from the tensor at hand, got {found} "
-            "('fp8' has them)"
+            f"MixedRecipe: expected {gemm} with current scaling, got {found} ('fp8' has it)"
         )
     return found
 
 
-def _layer(recipe: OneKind, product: str) -> Layer:
-    """What a recipe's own operators are told, of one of its products."""
-    if not isinstance(recipe, Recipe):
-        unpack = FP4Layer.unpack if isinstance(recipe, FP4Recipe) else BlockLayer.unpack
-        return unpack(recipe.settings)
-    gemm = getattr(recipe, product)
-    if gemm.a is None and gemm.b is None:
-        return BlockLayer()
-    a, b = (IN_BF16 if f is None else formats.get(f).code for f in (gemm.a, gemm.b))
-    return PerTensor(a, b, gemm.fast)
+# What recipes were called when each of these was a class of its own.
+BlockRecipe, FP4Recipe, MixedRecipe = block_recipe, fp4_recipe, mixed_recipe
 
-
-FP8, NVFP4 = Recipe(), FP4Recipe()
-RECIPES: dict[str, AnyRecipe] = {
+BF16 = Recipe("bf16", Gemm(None, None), Gemm(None, None), Gemm(None, None))
+FP8, NVFP4 = Recipe(), fp4_recipe()
+RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         FP8,
-        BlockRecipe("fp8_row", "row", "row", "row", "e5m2"),
-        BlockRecipe("fp8_block"),
-        BlockRecipe("fp8_block_row_wgrad", wgrad="row"),
-        BlockRecipe("fp8_block_bf16_wgrad", wgrad="bf16"),
-        BlockRecipe("fp8_block_pow2", "block_pow2", "block_pow2", "block_pow2"),
-        BlockRecipe("mxfp8", "mx", "mx", "mx"),
+        block_recipe("fp8_row", "row", "row", "row", "e5m2"),
+        block_recipe("fp8_block"),
+        block_recipe("fp8_block_row_wgrad", wgrad="row"),
+        block_recipe("fp8_block_bf16_wgrad", wgrad="bf16"),
+        block_recipe("fp8_block_pow2", "block_pow2", "block_pow2", "block_pow2"),
+        block_recipe("mxfp8", "mx", "mx", "mx"),
         Recipe("fp8_delayed", delayed=Delayed()),
         NVFP4,
-        FP4Recipe("mxfp4", "mxfp4"),
-        FP4Recipe("nvfp4_four_over_six", four_over_six="both"),
-        FP4Recipe("nvfp4_unbiased", scale_up_dy=True),
+        fp4_recipe("mxfp4", "mxfp4"),
+        fp4_recipe("nvfp4_four_over_six", four_over_six="both"),
+        fp4_recipe("nvfp4_unbiased", scale_up_dy=True),
         Recipe("fp8_bf16_wgrad", wgrad=Gemm(None, None)),
     )
 }
 
 
-def get(recipe: str | AnyRecipe) -> AnyRecipe:
+def get(recipe: str | Recipe) -> Recipe:
     """The recipe that `recipe` is or names; ValueError lists the names there are."""
-    if isinstance(recipe, AnyRecipe):
+    if isinstance(recipe, Recipe):
         return recipe
     found = RECIPES.get(recipe) if isinstance(recipe, str) else None
     if found is None:
@@ -398,14 +407,7 @@ def get(recipe: str | AnyRecipe) -> AnyRecipe:
 RECIPES |= {
     recipe.name: recipe
     for recipe in (
-        MixedRecipe("fp8_block_backward", "fp8", "fp8_block", "fp8_block"),
-        MixedRecipe("nvfp4_mxfp8_backward", FP4Recipe(weights_2d=False), "mxfp8", "mxfp8"),
+        mixed_recipe("fp8_block_backward", "fp8", "fp8_block", "fp8_block"),
+        mixed_recipe("nvfp4_mxfp8_backward", fp4_recipe(weights_2d=False), "mxfp8", "mxfp8"),
     )
 }
-
-
-def forward_in_fp4(recipe: AnyRecipe | None) -> FP4Recipe | None:
-    """The FP4Recipe that a recipe's forward is of; None where it is of none."""
-    if isinstance(recipe, MixedRecipe):
-        recipe = recipe.fprop  # type: ignore[assignment]
-    return recipe if isinstance(recipe, FP4Recipe) else None

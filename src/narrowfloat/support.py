@@ -1,4 +1,4 @@
-"""Decides which recipe runs on which device, natively or how, and says why where it does not."""
+"""Which recipe runs on which device, natively or how, and why where it does not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from . import _binary, formats
 from . import recipe as recipes
-from .recipe import AnyRecipe, BlockRecipe, FP4Recipe, MixedRecipe, Recipe
+from .recipe import Recipe
 
 
 class Support(NamedTuple):
@@ -141,22 +141,6 @@ RAN: dict[Architecture, tuple[str, frozenset[str]]] = {
 }
 
 
-def kinds_of(recipe: AnyRecipe) -> tuple[str, ...]:
-    """The kinds of product that a recipe has, those of TABLE; bf16 only where it has no other."""
-    if isinstance(recipe, BlockRecipe):
-        return recipe.scalings
-    if isinstance(recipe, FP4Recipe):
-        return ("fp4",)
-    return ("fp8",) if recipe.mix is None else recipe.mix.products
-
-
-def _is_mixed(recipe: AnyRecipe) -> bool:
-    """Whether mixed.py puts its products together."""
-    return isinstance(recipe, MixedRecipe) or (
-        isinstance(recipe, Recipe) and recipe.mix is not None
-    )
-
-
 class Needs(NamedTuple):
     """What a recipe asks of a device."""
 
@@ -165,8 +149,8 @@ class Needs(NamedTuple):
     mixed: bool
 
 
-def needs_of(recipe: AnyRecipe) -> Needs:
-    return Needs(recipe.name, kinds_of(recipe), _is_mixed(recipe))
+def needs_of(recipe: Recipe) -> Needs:
+    return Needs(recipe.name, recipe.kinds, recipe.mixed)
 
 
 def ran(row: Architecture, needs: Needs) -> str:
@@ -208,7 +192,7 @@ class EmulationWarning(UserWarning):
 _REFERENCE = "reference (slow, the same quantized bytes)"
 
 
-def _cells(recipe: AnyRecipe, row: Architecture) -> tuple[str, str]:
+def _cells(recipe: Recipe, row: Architecture) -> tuple[str, str]:
     """How a recipe runs on an architecture, and where it was run."""
     needs = needs_of(recipe)
     routes = [route(kind, row) for kind in needs.kinds]
@@ -258,7 +242,7 @@ def _architecture(capability: tuple[int, int]) -> Architecture | None:
 
 
 def supported(
-    recipe: str | AnyRecipe = "fp8", device: torch.device | str | int | None = None
+    recipe: str | Recipe = "fp8", device: torch.device | str | int | None = None
 ) -> Support:
     """Whether `recipe` runs on `device` (default: the current CUDA device, else the CPU).
 
@@ -323,49 +307,40 @@ def _supported(needs: Needs, device: torch.device) -> Support:
     return Support(True, how, f"{reason}; {ran(row, needs)}")
 
 
-def never(recipe: str | AnyRecipe, capability: tuple[int, int]) -> bool:
+def never(recipe: str | Recipe, capability: tuple[int, int]) -> bool:
     """Whether the table says that no version of cuBLASLt runs a recipe on chips of a capability
     that run others."""
     row = _architecture(capability)
     return row is not None and any(
-        route(kind, row).how == "no" for kind in kinds_of(recipes.get(recipe))
+        route(kind, row).how == "no" for kind in recipes.get(recipe).kinds
     )
 
 
-# Devices that were found to run FP8, FP4, and what a BlockRecipe or a MixedRecipe has; asked at
-# every call. All recipes of the same kinds need the same of a device.
-_ALWAYS = (torch.device("cpu"), torch.device("meta"))
-ready: set[torch.device] = set(_ALWAYS)
-ready_fp4: set[torch.device] = set(_ALWAYS)
-ready_block: dict[tuple[str, ...], set[torch.device]] = {}
-_NONE_YET = set(_ALWAYS)
+# Devices that were found to run GEMMs of these kinds, looked at in every call. All recipes of the
+# same kinds need the same of a device.
+_ALWAYS = frozenset((torch.device("cpu"), torch.device("meta")))
+_ready: dict[tuple[str, ...], frozenset[torch.device]] = {}
 
 
-def ready_for(recipe: AnyRecipe) -> set[torch.device]:
-    """The devices that were found to run recipes of this one's kinds."""
-    return _ready(kinds_of(recipe))
+def ready(kinds: tuple[str, ...]) -> frozenset[torch.device]:
+    """The devices that were found to run recipes of these kinds."""
+    return _ready.get(kinds, _ALWAYS)
 
 
-def _ready(kinds: tuple[str, ...]) -> set[torch.device]:
-    if kinds == ("fp8",):
-        return ready
-    return ready_fp4 if kinds == ("fp4",) else ready_block.get(kinds, _NONE_YET)
-
-
-def require(recipe: AnyRecipe, device: torch.device) -> None:
+def require(recipe: Recipe, device: torch.device) -> None:
     """NotImplementedError with the reason where `recipe` does not run on `device`; a warning, the
     first time for its kinds, where it is emulated there."""
     if torch.compiler.is_compiling():
         # asked now, while it is traced: a graph that looked at the sets above would be compiled
         # anew when they change
         _require_traced(*needs_of(recipe), device)
-    elif device not in ready_for(recipe):
+    elif device not in ready(recipe.kinds):
         _require(needs_of(recipe), device)
 
 
 @torch.compiler.assume_constant_result
 def _require_traced(name: str, kinds: tuple[str, ...], mixed: bool, device: torch.device) -> bool:
-    if device not in _ready(kinds):
+    if device not in ready(kinds):
         _require(Needs(name, kinds, mixed), device)
     return True
 
@@ -377,10 +352,7 @@ def _require(needs: Needs, device: torch.device) -> None:
             f"narrowfloat: expected a device that runs recipe {needs.name}, got {device}: "
             f"{answer.reason}"
         )
-    if _ready(needs.kinds) is _NONE_YET:
-        ready_block[needs.kinds] = {*_ALWAYS, device}
-    else:
-        _ready(needs.kinds).add(device)
+    _ready[needs.kinds] = ready(needs.kinds) | {device}
     if answer.how == "emulation":
         warnings.warn(
             f"narrowfloat: recipe {needs.name} on {device}: {answer.reason}",

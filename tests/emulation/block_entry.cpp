@@ -1,5 +1,5 @@
-// Decides what the test of FP8 with finer scales calls: csrc's host code and kernels, compiled for
-// the CPU.
+// What the test of FP8 with rowwise and blockwise scaling calls: csrc's host code and kernels,
+// compiled for the CPU.
 #include "cuda_on_cpu.h"
 // after it
 #include "pretended_device.h"
@@ -9,14 +9,14 @@ extern "C" cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStr
   return cudaSuccess;
 }
 
-#include "measure_kernels.rewritten.h"
+#include "quantize/tensor_amax_kernels.rewritten.h"
 // its sums of contiguous columns
-#include "block_measure_kernels.rewritten.h"
-#include "block_quantize.cpp"
-#include "block_quantize_kernels.rewritten.h"
-#include "block_restore.rewritten.h"
+#include "quantize/block_amax_kernels.rewritten.h"
+#include "quantize/block.cpp"
+#include "quantize/block_kernels.rewritten.h"
+#include "quantize/block_dequantize.rewritten.h"
 // its table is read once a device: a test takes another number for another device
-#include "device.cpp"
+#include "api/device.cpp"
 
 extern "C" {
 
@@ -42,7 +42,7 @@ int64_t run_block(const TestJob* t, int64_t device, int64_t multiprocessors) try
   job.row_stride = t->row_stride, job.col_stride = t->col_stride;
   for (int k = 0; k < 2; ++k) {
     const TestSide& from = t->side[k];
-    job.side[k] = {static_cast<BlockForm>(from.form),
+    job.side[k] = {static_cast<Form>(from.form),
                    static_cast<Scaling>(from.scaling),
                    static_cast<Element>(from.element),
                    from.square != 0,
@@ -62,16 +62,16 @@ int64_t run_block(const TestJob* t, int64_t device, int64_t multiprocessors) try
   return 0;
 }
 
-void run_block_restore(int64_t scaling, int64_t square, const void* codes, const void* scales,
+void run_block_dequantize(int64_t scaling, int64_t square, const void* codes, const void* scales,
                        int64_t rows, int64_t cols, void* operand) {
   using namespace narrowfloat;
-  block_restore(static_cast<Scaling>(scaling), square, codes, scales, rows, cols, operand, nullptr);
+  block_dequantize(static_cast<Scaling>(scaling), square, codes, scales, rows, cols, operand, nullptr);
 }
 
-void run_tensor_restore(int64_t e5m2, const void* codes, const float* scale, int64_t rows,
+void run_tensor_dequantize(int64_t e5m2, const void* codes, const float* scale, int64_t rows,
                         int64_t cols, void* operand, float* alpha) {
   using namespace narrowfloat;
-  tensor_restore(e5m2 ? Element::e5m2 : Element::e4m3, codes, scale, rows, cols, operand, alpha,
+  tensor_dequantize(e5m2 ? Element::e5m2 : Element::e4m3, codes, scale, rows, cols, operand, alpha,
                  nullptr);
 }
 

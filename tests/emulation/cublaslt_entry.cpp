@@ -3,8 +3,8 @@
 // documents it (cuBLAS, "Using the cublasLt API", narrow precisions; "1D block scaling factors
 // layout"), refuses what is not so, and multiplies in fp64. Nothing here comes from csrc or the
 // reference.
-#include "hold.h"
-#include "product.h"
+#include "gemm/hold.h"
+#include "gemm/gemm.h"
 // torch's headers before it
 #include "cuda_on_cpu.h"
 // after it
@@ -355,13 +355,13 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t descriptor,
 }
 }  // extern "C"
 
-#include "cublaslt.cpp"
-#include "cublaslt_plan.cpp"
-#include "device.cpp"
-#include "difference.rewritten.h"
-#include "epilogue.rewritten.h"
-#include "product.cpp"
-#include "tune.cpp"
+#include "gemm/cublaslt.cpp"
+#include "gemm/plan.cpp"
+#include "api/device.cpp"
+#include "gemm/difference.rewritten.h"
+#include "gemm/epilogue.rewritten.h"
+#include "gemm/gemm.cpp"
+#include "gemm/tune.cpp"
 
 void narrowfloat::hold(double us, cudaStream_t) { take_us(us); }
 
@@ -401,7 +401,7 @@ const char* run_product(const TestProduct* t) {
     Launch& on = *reinterpret_cast<Launch*>(memory);
     on.device = static_cast<int>(t->device);
     Scratch scratch;
-    Product product(t->m, t->n, t->k, static_cast<Real>(t->d_type), false, scratch, a.format);
+    Gemm product(t->m, t->n, t->k, static_cast<Real>(t->d_type), false, scratch, a.format);
     if (t->bias) product.plan_bias(t->bias, static_cast<Real>(t->bias_type), scratch);
     product.set_alpha(t->alpha);
     const int64_t workspace = scratch.add(product.workspace(a, b, t->d, on));

@@ -4,12 +4,12 @@
 // after it
 #include "pretended_device.h"
 
-#include "history.rewritten.h"
-#include "measure_kernels.rewritten.h"
-#include "quantize.cpp"
-#include "quantize_kernels.rewritten.h"
+#include "quantize/amax_history.rewritten.h"
+#include "quantize/tensor_amax_kernels.rewritten.h"
+#include "quantize/tensor.cpp"
+#include "quantize/tensor_kernels.rewritten.h"
 // its table is read once a device: a test takes another number for another device
-#include "device.cpp"
+#include "api/device.cpp"
 
 extern "C" {
 
@@ -55,7 +55,7 @@ int64_t run_quantize(const TestJob* jobs, int64_t count, int64_t device, int64_t
   std::vector<uint32_t> scratch(plan.scratch_bytes / 4 + 8, 0xffffffffu);
   const auto aligned = (reinterpret_cast<uintptr_t>(scratch.data()) + 15) / 16 * 16;
   quantize(plan, reinterpret_cast<void*>(aligned), nullptr);
-  return plan.step[0].measured == Measured::within ? -plan.steps : plan.steps;
+  return plan.step[0].amax_pass == AmaxPass::within ? -plan.steps : plan.steps;
 } catch (const std::exception& error) {
   fprintf(stderr, "%s\n", error.what());
   return 0;

@@ -1,14 +1,14 @@
-// Decides what the FP4 test calls: csrc's host code and kernels, compiled for the CPU.
+// What the FP4 test calls: csrc's host code and kernels, compiled for the CPU.
 #include "cuda_on_cpu.h"
 // after it
 #include "pretended_device.h"
 
-#include "fp4_measure_kernels.rewritten.h"
-#include "fp4_quantize.cpp"
-#include "fp4_quantize_kernels.rewritten.h"
-#include "fp4_restore.rewritten.h"
+#include "quantize/fp4_amax_kernels.rewritten.h"
+#include "quantize/fp4.cpp"
+#include "quantize/fp4_kernels.rewritten.h"
+#include "quantize/fp4_dequantize.rewritten.h"
 // its table is read once a device: a test takes another number for another device
-#include "device.cpp"
+#include "api/device.cpp"
 
 extern "C" {
 
@@ -19,7 +19,7 @@ struct TestSide {  // as test_fp4_kernels_emulated.py lays it out
 
 struct TestJob {
   const void* x;
-  int64_t type, rows, cols, row_stride, col_stride, mx, two_d;
+  int64_t type, rows, cols, row_stride, col_stride, mx, square;
   TestSide side[2];
   const int64_t* seed;
   void* column_sums;
@@ -33,11 +33,11 @@ int64_t run_fp4(const TestJob* t, int64_t device, int64_t multiprocessors) try {
   job.type = static_cast<Real>(t->type);
   job.rows = t->rows, job.cols = t->cols;
   job.row_stride = t->row_stride, job.col_stride = t->col_stride;
-  job.mx = t->mx, job.two_d = t->two_d;
+  job.mx = t->mx, job.square = t->square;
   for (int k = 0; k < 2; ++k) {
     const TestSide& from = t->side[k];
     Fp4Side& to = job.side[k];
-    to.form = static_cast<Fp4Form>(from.form);
+    to.form = static_cast<Form>(from.form);
     to.stochastic = from.stochastic, to.rotated = from.rotated;
     to.four_over_six = from.four_over_six, to.scale_up = from.scale_up;
     to.codes = static_cast<uint8_t*>(from.data);
@@ -59,10 +59,10 @@ int64_t run_fp4(const TestJob* t, int64_t device, int64_t multiprocessors) try {
   return 0;
 }
 
-int64_t run_restore(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t cols,
+int64_t run_dequantize(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t cols,
                     void* operand, int64_t device, int64_t multiprocessors) try {
   g_multiprocessors = static_cast<int>(multiprocessors);
-  narrowfloat::fp4_restore(codes, scales, rows, cols, operand, static_cast<int>(device), nullptr);
+  narrowfloat::fp4_dequantize(codes, scales, rows, cols, operand, static_cast<int>(device), nullptr);
   return 1;
 } catch (const std::exception& error) {
   fprintf(stderr, "%s\n", error.what());

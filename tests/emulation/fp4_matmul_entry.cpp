@@ -1,14 +1,14 @@
 // Decides how a test calls the product with packed FP4 weights on the CPU.
-#include "warpgroup.cuh"
+#include "w4a16/warpgroup.cuh"
 // after it
-#include "device.cpp"
-#include "fp4_matmul.cpp"
-#include "fp4_matmul_held.cu"
-#include "fp4_matmul_plan.cpp"
-#include "fp4_matmul_streamed.cu"
-#include "fp4_matmul_tiles.cu"
-#include "fp4_matmul_tiles_plan.cpp"
-#include "fp4_unpack.cu"
+#include "api/device.cpp"
+#include "w4a16/matmul.cpp"
+#include "w4a16/few_tokens.cu"
+#include "w4a16/matmul_plan.cpp"
+#include "w4a16/more_tokens.cu"
+#include "w4a16/tiles.cu"
+#include "w4a16/tiles_plan.cpp"
+#include "w4a16/unpack.cu"
 #include "pretended_device.h"
 
 #include <cmath>

@@ -1,0 +1,157 @@
+"""FP8 with one scale a tensor, scaled_mm, and the checks that all operators share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..formats import BY_DTYPE, HIGH_PRECISION, Format, padded
+
+# A tensor's scale in memory is (scale, multiplier, 0, 0): 16 bytes, as cuBLASLt wants it aligned.
+SCALE = 4
+
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def amax(x: Tensor) -> Tensor:
+    """max |x| as fp32 []; NaN if any element is NaN; 0 for an empty tensor."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    return x.abs().amax().float()
+
+
+def scale_from_amax(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """(scale, multiplier), fp32 []: real = code * scale, code = cast(real * multiplier).
+
+    An amax of 0 gives 1 and 1. One so small that max / amax overflows keeps the multiplier at
+    FLT_MAX (such values flush to zero). Inf gives scale Inf and multiplier 0, NaN gives NaN:
+    every product with such a scale is non-finite, so a loss scaler sees the overflow.
+    """
+    # tensor by tensor: torch divides a scalar, or by one, through a rounded reciprocal
+    largest = torch.full_like(amax, fmt.max)
+    multiplier = torch.div(largest, amax).clamp(max=FLT_MAX)
+    both = torch.stack([torch.div(amax, largest), multiplier])
+    both = torch.where(amax == 0, 1.0, torch.where(amax.isnan(), float("nan"), both))
+    return both[0], both[1]
+
+
+def cast(x: Tensor, fmt: Format) -> Tensor:
+    """fp32 x to `fmt`: nearest, ties to even, saturating; a NaN becomes the format's one NaN."""
+    # clamp first: torch's own casts turn overflow into NaN or Inf, by version and format
+    codes = x.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
+    return torch.where(x.isnan(), fmt.nan, codes).view(fmt.dtype)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x [..., K] as [M, K]; K = 0 keeps its M."""
+    rows = 1
+    for size in x.shape[:-1]:
+        rows *= size
+    return x.reshape(rows, x.shape[-1])
+
+
+def known_or_measured(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
+    """fp32 [4], (scale, multiplier, 0, 0) of x; a `scale` given, as an earlier call returned it, is
+    used instead of measuring x."""
+    if scale is None:
+        return pad(torch.stack(scale_from_amax(amax(x), fmt)), (0, SCALE - 2))
+    if scale.shape != (SCALE,) or scale.dtype != torch.float32:
+        raise ValueError(
+            f"quantize: expected scale as float32 [{SCALE}], as an earlier call returned it, got "
+            f"{scale.dtype} {tuple(scale.shape)}"
+        )
+    return scale.clone()
+
+
+def codes_of(x: Tensor, fmt: Format, scale: Tensor) -> Tensor:
+    """x [R, C] in `fmt` with one scale, [4] as above: [R, C]."""
+    return cast(x.float() * scale[1], fmt)
+
+
+def lay_out(x: Tensor, fmt: Format, scale: Tensor) -> Tensor:
+    """codes_of() as an operator returns them: [padded(R), padded(C)], those beyond zeros' with this
+    scale (NaN where it is)."""
+    rows, cols = x.shape
+    zeros = pad(x.float(), (0, padded(cols) - cols, 0, padded(rows) - rows))
+    return codes_of(zeros, fmt, scale).contiguous()
+
+
+def _gemm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
+    """fp32 a_scale b_scale (a b^T), whatever autocast is on."""
+    with torch.autocast(a.device.type, enabled=False):
+        return (a.float() @ b.float().t()) * (a_scale.flatten()[0] * b_scale.flatten()[0])
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    """d [M,N] = a_scale b_scale (a [M,K] b [N,K]^T) + bias; operands FP8, scales fp32 (first
+    element used), sum in fp32, rounded once to out_dtype. `fast` does not change the reference."""
+    d = _gemm(a, b, a_scale, b_scale)
+    if bias is not None:
+        d = d + bias.float()
+    return d.to(out_dtype)
+
+
+def scaled_mm_accumulate_(
+    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool
+) -> None:
+    """out [M,N] += a_scale b_scale (a b^T), in place; rounded once per call."""
+    d = _gemm(a, b, a_scale, b_scale)
+    out.copy_(out.float() + d)
+
+
+def check_quantizable(x: Tensor, who: str, name: str = "x") -> None:
+    """TypeError or ValueError for what no quantizing kernel takes."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{who}: expected {name} to be a tensor, got {type(x).__name__}")
+    if x.dtype not in HIGH_PRECISION:
+        raise TypeError(
+            f"{who}: expected {name} in float32, bfloat16 or float16, got {x.dtype} "
+            "(convert it first)"
+        )
+    if x.dim() == 0:
+        raise ValueError(
+            f"{who}: expected {name} of at least one dimension, got a scalar (use .view(1))"
+        )
+
+
+def check_linear(x: Tensor, w: Tensor, bias: Tensor | None, who: str) -> None:
+    """TypeError or ValueError for operands that do not make a linear layer; the CUDA operators
+    check the same."""
+    check_quantizable(x, who, "x")
+    check_quantizable(w, who, "w")
+    if w.dim() != 2:
+        raise ValueError(f"{who}: expected w [N,K], got {w.dim()} dimensions {tuple(w.shape)}")
+    if x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"{who}: expected x [..., K] and w [N,K] with one K, got {tuple(x.shape)} and "
+            f"{tuple(w.shape)} (w is multiplied transposed)"
+        )
+    for name, t in (("w", w), ("bias", bias)):
+        if t is not None and t.device != x.device:
+            raise ValueError(
+                f"{who}: expected {name} on {x.device} as x is, got {t.device} (move it there)"
+            )
+    if bias is not None:
+        check_quantizable(bias, who, "bias")
+        if bias.shape != w.shape[:1]:
+            raise ValueError(f"{who}: expected bias [{w.shape[0]}], got {tuple(bias.shape)}")
+
+
+def format_of(q: Tensor, who: str) -> Format:
+    """The format of a quantized tensor's dtype; TypeError says what was expected."""
+    fmt = BY_DTYPE.get(q.dtype)
+    if fmt is None:
+        raise TypeError(
+            f"{who}: expected a dtype out of {[str(d) for d in BY_DTYPE]}, got {q.dtype} "
+            "(quantize the operand first)"
+        )
+    return fmt
