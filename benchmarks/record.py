@@ -1,4 +1,4 @@
-"""Decides what a result is: the rows and their fields, the file they lie in, and the tables."""
+"""What a result is: the rows and their fields, the file they lie in, and the tables."""
 
 from __future__ import annotations
 

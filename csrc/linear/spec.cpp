@@ -30,7 +30,10 @@ void check_cast(const Cast& c, bool e5m2, const char* op) {
 Cast cast_of(int64_t bits, const char* op) {
   Cast c;
   if (bits == 0) return c;
-  c.scaling = static_cast<Scaling>(spec::cast_scaling.of(bits));
+  const int64_t scaling = spec::cast_scaling.of(bits);
+  NF_CHECK(scaling < kScalings, op, ": expected a scaling from 0 to ", kScalings - 1, ", got ",
+           scaling);
+  c.scaling = static_cast<Scaling>(scaling);
   c.square = spec::cast_square.in(bits);
   c.stochastic = spec::cast_stochastic.in(bits);
   c.hadamard = spec::cast_hadamard.in(bits);

@@ -17,44 +17,44 @@ struct SpecField {
   constexpr bool in(int64_t bits) const { return of(bits) != 0; }
 };
 
-constexpr int kCastBits = 9;
+constexpr int kCastBits = 10;
 
 // group, name, first bit, bits. A dtype is 0 where there is none, else Real + 1.
 #define NF_SPEC_FIELDS(FIELD)                                                   \
-  FIELD(cast, scaling, 0, 3) /* Scaling */                                      \
-  FIELD(cast, e5m2, 3, 1)    /* else e4m3; those of FP4 are e2m1 */             \
-  FIELD(cast, square, 4, 1)                                                     \
-  FIELD(cast, stochastic, 5, 1)                                                 \
-  FIELD(cast, hadamard, 6, 1)                                                   \
-  FIELD(cast, four_over_six, 7, 1)                                              \
-  FIELD(cast, scale_up, 8, 1)                                                   \
+  FIELD(cast, scaling, 0, 4) /* Scaling */                                      \
+  FIELD(cast, e5m2, 4, 1)    /* else e4m3; those of FP4 are e2m1 */             \
+  FIELD(cast, square, 5, 1)                                                     \
+  FIELD(cast, stochastic, 6, 1)                                                 \
+  FIELD(cast, hadamard, 7, 1)                                                   \
+  FIELD(cast, four_over_six, 8, 1)                                              \
+  FIELD(cast, scale_up, 9, 1)                                                   \
   FIELD(forward, fprop_a, 0, kCastBits)  /* x [M,K] */                          \
-  FIELD(forward, fprop_b, 9, kCastBits)  /* w [N,K] */                          \
-  FIELD(forward, wgrad_b, 18, kCastBits) /* x's columns [K,M] */                \
-  FIELD(forward, fast, 27, 1)            /* accumulation */                     \
-  FIELD(forward, save_x, 28, 1)          /* x's columns are wanted */           \
-  FIELD(forward, keep_w, 29, 1)          /* what is measured of w is wanted */  \
-  FIELD(forward, guarded, 30, 1)         /* History */                          \
-  FIELD(forward, joins, 31, 1)                                                  \
-  FIELD(forward, y_dtype, 32, 2)          /* where x is absent */               \
+  FIELD(forward, fprop_b, 10, kCastBits) /* w [N,K] */                          \
+  FIELD(forward, wgrad_b, 20, kCastBits) /* x's columns [K,M] */                \
+  FIELD(forward, fast, 30, 1)            /* accumulation */                     \
+  FIELD(forward, save_x, 31, 1)          /* x's columns are wanted */           \
+  FIELD(forward, keep_w, 32, 1)          /* what is measured of w is wanted */  \
+  FIELD(forward, guarded, 33, 1)         /* History */                          \
+  FIELD(forward, joins, 34, 1)                                                  \
+  FIELD(forward, y_dtype, 35, 2)          /* where x is absent */               \
   FIELD(backward, dgrad_a, 0, kCastBits)  /* dy [M,N] */                        \
-  FIELD(backward, dgrad_b, 9, kCastBits)  /* w's columns [K,N] */               \
-  FIELD(backward, wgrad_a, 18, kCastBits) /* dy's columns [N,M] */              \
-  FIELD(backward, wgrad_b, 27, kCastBits) /* x's columns [K,M] */               \
-  FIELD(backward, fast_dgrad, 36, 1)                                            \
-  FIELD(backward, fast_wgrad, 37, 1)                                            \
-  FIELD(backward, need_dx, 38, 1)                                               \
-  FIELD(backward, dw_dtype, 39, 2)                                              \
-  FIELD(backward, db_dtype, 41, 2)                                              \
-  FIELD(backward, w_measured, 43, 1) /* scales end with what keep_w returned */ \
-  FIELD(backward, guarded, 44, 1)                                               \
-  FIELD(backward, joins, 45, 1)                                                 \
+  FIELD(backward, dgrad_b, 10, kCastBits) /* w's columns [K,N] */               \
+  FIELD(backward, wgrad_a, 20, kCastBits) /* dy's columns [N,M] */              \
+  FIELD(backward, wgrad_b, 30, kCastBits) /* x's columns [K,M] */               \
+  FIELD(backward, fast_dgrad, 40, 1)                                            \
+  FIELD(backward, fast_wgrad, 41, 1)                                            \
+  FIELD(backward, need_dx, 42, 1)                                               \
+  FIELD(backward, dw_dtype, 43, 2)                                              \
+  FIELD(backward, db_dtype, 45, 2)                                              \
+  FIELD(backward, w_measured, 47, 1) /* scales end with what keep_w returned */ \
+  FIELD(backward, guarded, 48, 1)                                               \
+  FIELD(backward, joins, 49, 1)                                                 \
   FIELD(quantize, rows, 0, kCastBits)                                           \
-  FIELD(quantize, columns, 9, kCastBits)                                        \
-  FIELD(quantize, want_rows, 18, 1)                                             \
-  FIELD(quantize, want_columns, 19, 1)                                          \
-  FIELD(quantize, rows_as_operand, 20, 1) /* Form::operand */                   \
-  FIELD(quantize, columns_as_operand, 21, 1)
+  FIELD(quantize, columns, 10, kCastBits)                                       \
+  FIELD(quantize, want_rows, 20, 1)                                             \
+  FIELD(quantize, want_columns, 21, 1)                                          \
+  FIELD(quantize, rows_as_operand, 22, 1) /* Form::operand */                   \
+  FIELD(quantize, columns_as_operand, 23, 1)
 
 namespace spec {
 #define NF_SPEC_FIELD(group, field, shift, width) \

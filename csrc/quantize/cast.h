@@ -18,6 +18,7 @@ enum class Scaling : int {
   nvfp4 = 6,
   mxfp4 = 7,
 };
+constexpr int kScalings = 8;
 
 constexpr const char* name_of(Scaling s) {  // as formats.py
   constexpr const char* kNames[] = {"bf16", "row",    "block", "block_pow2",

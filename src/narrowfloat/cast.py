@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from . import formats
 from .formats import BLOCK, BLOCK_POW2, FORMATS, MX, NONE, ROW, SCALINGS, TENSOR, VEC16, VEC32
@@ -61,9 +61,6 @@ class Cast:
     four_over_six: bool = False
     scale_up: bool = False
 
-    # the nine bits that tell it to an operator (spec.py), found once
-    spec: int = field(init=False, repr=False, compare=False)
-
     def __post_init__(self) -> None:
         elements = _ELEMENTS.get(self.scaling) if isinstance(self.scaling, str) else None
         if elements is None:
@@ -83,9 +80,6 @@ class Cast:
         for first, second, why in _EXCLUSIVE:
             if getattr(self, first) and getattr(self, second):
                 raise ValueError(f"Cast: expected {first} without {second}, got both ({why})")
-        bits = SCALINGS[self.scaling].code | (self.element == "e5m2") << 3 | self.square << 4
-        bits |= self.stochastic << 5 | self.hadamard << 6 | self.four_over_six << 7
-        object.__setattr__(self, "spec", bits | self.scale_up << 8)
 
     @property
     def of(self) -> formats.Scaling:

@@ -107,12 +107,9 @@ class _Linear(_SingleLevelFunction):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _, x, w, bias, forward_spec, backward_spec, draws = inputs
         _, columns, columns_scales, scales = output
-        has_scales = forward_spec & SAVE_X and columns_scales.numel() > 0
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(
-            columns if forward_spec & SAVE_X else x, columns_scales if has_scales else None,
-            scales, w,
-        )  # fmt: skip
+        x_saved = (columns, columns_scales) if forward_spec & SAVE_X else (x, None)
+        ctx.save_for_backward(*x_saved, scales, w)
         ctx.spec, ctx.draws, ctx.in_features = backward_spec, draws, w.shape[1]
         ctx.bias_dtype = None if bias is None else bias.dtype
 

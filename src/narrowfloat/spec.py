@@ -17,51 +17,48 @@ import torch
 from .cast import Cast
 from .formats import BY_SCALING, HIGH_PRECISION, NONE
 
-CAST_BITS = 9
+CAST_BITS = 10
 
 # name -> (first bit, bits). A cast's own bits, then those of each call; a dtype is 0 where there is
 # none, else its place in HIGH_PRECISION from 1.
 LAYOUT: dict[str, tuple[int, int]] = {
-    "cast.scaling": (0, 3),  # formats.Scaling.code; 0: left in bf16
-    "cast.e5m2": (3, 1),  # element, else e4m3; those of FP4 are e2m1
-    "cast.square": (4, 1),
-    "cast.stochastic": (5, 1),
-    "cast.hadamard": (6, 1),
-    "cast.four_over_six": (7, 1),
-    "cast.scale_up": (8, 1),
+    "cast.scaling": (0, 4),  # formats.Scaling.code; 0: left in bf16
+    "cast.e5m2": (4, 1),  # element, else e4m3; those of FP4 are e2m1
+    "cast.square": (5, 1),
+    "cast.stochastic": (6, 1),
+    "cast.hadamard": (7, 1),
+    "cast.four_over_six": (8, 1),
+    "cast.scale_up": (9, 1),
     # linear_forward
     "forward.fprop_a": (0, CAST_BITS),  # x [M,K]
-    "forward.fprop_b": (9, CAST_BITS),  # w [N,K]
-    "forward.wgrad_b": (18, CAST_BITS),  # x's columns [K,M]
-    "forward.fast": (27, 1),  # accumulation
-    "forward.save_x": (28, 1),  # x's columns are wanted
-    "forward.keep_w": (29, 1),  # what is measured of w is wanted, for dgrad
-    "forward.guarded": (
-        30,
-        1,
-    ),  # delayed scaling: a tensor that outgrew its scale is quantized again
-    "forward.joins": (31, 1),  # delayed scaling: the call counts for the scales to come
-    "forward.y_dtype": (32, 2),  # where x is absent
+    "forward.fprop_b": (10, CAST_BITS),  # w [N,K]
+    "forward.wgrad_b": (20, CAST_BITS),  # x's columns [K,M]
+    "forward.fast": (30, 1),  # accumulation
+    "forward.save_x": (31, 1),  # x's columns are wanted
+    "forward.keep_w": (32, 1),  # what is measured of w is wanted, for dgrad
+    "forward.guarded": (33, 1),  # delayed scaling: what outgrew its scale is quantized again
+    "forward.joins": (34, 1),  # delayed scaling: the call counts for the scales to come
+    "forward.y_dtype": (35, 2),  # where x is absent
     # linear_backward
     "backward.dgrad_a": (0, CAST_BITS),  # dy [M,N]
-    "backward.dgrad_b": (9, CAST_BITS),  # w's columns [K,N]
-    "backward.wgrad_a": (18, CAST_BITS),  # dy's columns [N,M]
-    "backward.wgrad_b": (27, CAST_BITS),  # x's columns [K,M]
-    "backward.fast_dgrad": (36, 1),
-    "backward.fast_wgrad": (37, 1),
-    "backward.need_dx": (38, 1),
-    "backward.dw_dtype": (39, 2),
-    "backward.db_dtype": (41, 2),
-    "backward.w_measured": (43, 1),  # scales end with what the forward measured of w
-    "backward.guarded": (44, 1),
-    "backward.joins": (45, 1),
+    "backward.dgrad_b": (10, CAST_BITS),  # w's columns [K,N]
+    "backward.wgrad_a": (20, CAST_BITS),  # dy's columns [N,M]
+    "backward.wgrad_b": (30, CAST_BITS),  # x's columns [K,M]
+    "backward.fast_dgrad": (40, 1),
+    "backward.fast_wgrad": (41, 1),
+    "backward.need_dx": (42, 1),
+    "backward.dw_dtype": (43, 2),
+    "backward.db_dtype": (45, 2),
+    "backward.w_measured": (47, 1),  # scales end with what the forward measured of w
+    "backward.guarded": (48, 1),
+    "backward.joins": (49, 1),
     # quantize
     "quantize.rows": (0, CAST_BITS),
-    "quantize.columns": (9, CAST_BITS),
-    "quantize.want_rows": (18, 1),
-    "quantize.want_columns": (19, 1),
-    "quantize.rows_as_operand": (20, 1),  # bf16, code x block scale, as a bf16 GEMM takes it
-    "quantize.columns_as_operand": (21, 1),
+    "quantize.columns": (10, CAST_BITS),
+    "quantize.want_rows": (20, 1),
+    "quantize.want_columns": (21, 1),
+    "quantize.rows_as_operand": (22, 1),  # bf16, code x block scale, as a bf16 GEMM takes it
+    "quantize.columns_as_operand": (23, 1),
 }
 
 
@@ -88,24 +85,32 @@ DB = {dtype: bit("backward.db_dtype", code) for code, dtype in enumerate(HIGH_PR
 Y_DTYPE = {dtype: bit("forward.y_dtype", code) for code, dtype in enumerate(HIGH_PRECISION, 1)}
 
 
+_FLAGS = ("square", "stochastic", "hadamard", "four_over_six", "scale_up")
+
+
 def bits_of(cast: Cast | None) -> int:
-    return 0 if cast is None else cast.spec
+    """A cast's own bits."""
+    if cast is None:
+        return 0
+    bits = bit("cast.scaling", cast.of.code) | bit("cast.e5m2", cast.element == "e5m2")
+    return bits | sum(bit(f"cast.{name}", getattr(cast, name)) for name in _FLAGS)
 
 
 @lru_cache(maxsize=1024)
 def cast_of(bits: int, who: str) -> Cast | None:
-    """The cast that nine bits say; ValueError where they say none that there is."""
-    scaling = BY_SCALING[read(bits, "cast.scaling")]
+    """The cast that its bits say; ValueError where they say none that there is."""
+    scaling = BY_SCALING.get(read(bits, "cast.scaling"))
+    if scaling is None:
+        raise ValueError(f"{who}: expected a scaling out of {sorted(BY_SCALING)}, got {bits:#x}")
     if scaling is NONE:
         if bits:
             raise ValueError(f"{who}: expected no options of an operand in bf16, got {bits:#x}")
         return None
-    flags = ("square", "stochastic", "hadamard", "four_over_six", "scale_up")
     element = "e2m1" if scaling.family == "fp4" else "e4m3"
     if read(bits, "cast.e5m2"):
         element = "e5m2"
     try:
-        return Cast(element, scaling.name, *(bool(read(bits, f"cast.{f}")) for f in flags))
+        return Cast(element, scaling.name, *(bool(read(bits, f"cast.{f}")) for f in _FLAGS))
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from None
 

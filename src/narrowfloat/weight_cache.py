@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import _binary, ops
+from .formats import TENSOR
 from .recipe import Recipe
 from .reference.linear import Quantized
 from .reference.tensor import SCALE
@@ -48,7 +49,7 @@ def quantized(w: Tensor, spec: int) -> CachedWeight:
             continue
         codes, scales = made[2 * side : 2 * side + 2]
         scale = made[4][SCALE * side : SCALE * (side + 1)] if cast.of.tensor_scale else None
-        found.append(Quantized(codes, None if scales.numel() == 0 else scales, scale))
+        found.append(Quantized(codes, None if cast.of is TENSOR else scales, scale))
     return CachedWeight(found[0], found[1])
 
 
