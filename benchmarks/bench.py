@@ -1,4 +1,4 @@
-"""Decides what the command takes and writes; subjects.py holds what it measures.
+"""What the command takes and writes; subjects.py holds what it measures.
 
 python benchmarks/bench.py quantize linear host memory    # two minutes on an H200
 python benchmarks/bench.py linear --shapes 4096x4096x4096 --compiled --peers

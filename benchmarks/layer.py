@@ -1,4 +1,4 @@
-"""Decides how one linear layer is measured: forward + backward, every mode, and its limit."""
+"""How one linear layer is measured: forward + backward, every mode, and its limit."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class LinearCase:
             [run.randn(self.tokens, self.inputs, grad=True) for _ in range(self.sets)],
             [run.randn(self.tokens, self.outputs) for _ in range(self.sets)],
         )
-        if getattr(self.ours[0].recipe, "delayed", None) is not None:
+        if narrowfloat.RECIPES[run.recipe].delayed is not None:
             # a step before those that are timed, as every step of training but the first has one
             first = trainer(self.ours, self.data)
             for s in range(self.sets):
@@ -112,9 +112,9 @@ class LinearCase:
         return f"linear {shape} {mode} {weights} {'bias' if self.bias else 'no bias'}"
 
     def take(
-        self, mode: str, weights: str, pair: Sequence[Contender], seconds: float, held: int = 1
+        self, mode: str, weights: str, pair: Sequence[Contender], seconds: float, layers: int = 1
     ) -> None:
-        """Time ours and bf16 in turns, then profile them so; `held`: layers in one run()."""
+        """Time ours and bf16 in turns, then profile them so; `layers` in one run()."""
         run = self.run
         sets = 1 if mode == "graph" else self.sets
         times, base = measure.interleave(run.device, pair, seconds, sets)
@@ -123,7 +123,7 @@ class LinearCase:
             with run.attempt(f"{self.label(mode, weights)}: limit"):
                 pair_ms = statistics.median(times) + statistics.median(base)
                 rounds = min(max(int(300 / pair_ms), 9), 40)
-                gemms = measure.profiled_gemm_ms(run.device, pair, rounds, held)
+                gemms = measure.profiled_gemm_ms(run.device, pair, rounds, layers)
                 moved = measure.layer_bytes(
                     self.tokens,
                     self.inputs,
@@ -132,7 +132,7 @@ class LinearCase:
                     recipe=run.recipe,
                 )
                 limit = gemms and measure.limit_ms(gemms, moved, run.copy_gbps)
-        self.add(run.recipe, mode, weights, times, base, held, limit)
+        self.add(run.recipe, mode, weights, times, base, layers, limit)
 
     def add(
         self,
@@ -141,10 +141,10 @@ class LinearCase:
         weights: str,
         times: Sequence[float],
         base: Sequence[float],
-        held: int = 1,
+        layers: int = 1,
         limit: float | None = None,
     ) -> None:
-        ms = statistics.median(times) / held
+        ms = statistics.median(times) / layers
         self.run.out.add(
             record.row(
                 "linear",
@@ -155,7 +155,7 @@ class LinearCase:
                 **{"in": self.inputs, "out": self.outputs},
                 bias=self.bias,
                 ms=ms,
-                bf16_ms=statistics.median(base) / held,
+                bf16_ms=statistics.median(base) / layers,
                 ratio=measure.pairwise_ratio(times, base),
                 limit_ms=limit,
                 of_limit=None if limit is None else limit / ms,
@@ -173,14 +173,14 @@ class LinearCase:
         ]
         reusing = weights == "reused"
         with narrowfloat.reuse_weights(ours) if reusing else contextlib.nullcontext():
-            self.take("eager", weights, pair, seconds, held=layers)
+            self.take("eager", weights, pair, seconds, layers=layers)
 
     def graph(self, seconds: float) -> None:
         pair = [
             captured_trainer(self.run.device, modules, self.data)
             for modules in (self.ours, self.plain)
         ]
-        self.take("graph", "requantized", pair, seconds, held=self.sets)
+        self.take("graph", "requantized", pair, seconds, layers=self.sets)
 
     def compiled(self, seconds: float) -> None:
         """One layer each: torch.compile would compile each of the rotated layers anew."""
@@ -208,11 +208,11 @@ def linear(run: Run) -> None:
     shapes = run.shapes((*LARGE, *SMALL))
     torchao = peers.torchao_recipes() if run.options.peers else ()
     cases: list[tuple[tuple[int, ...], bool, list[str]]] = []
-    holds = narrowfloat.RECIPES[run.recipe].weight is not None
+    caches = narrowfloat.RECIPES[run.recipe].cached_spec != 0
     for shape in shapes:
         graph = shape in SMALL or not run.device.cuda or run.options.graph
         for bias in (False,) if shape in SMALL else (False, True):
-            modes = ["requantized"] + (["reused"] if holds else [])
+            modes = ["requantized"] + (["reused"] if caches else [])
             modes += ["graph"] if graph and not bias else []
             modes += ["compiled"] if run.options.compiled and not bias else []
             modes += [f"torchao {recipe}" for recipe in torchao if not bias]

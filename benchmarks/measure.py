@@ -1,4 +1,4 @@
-"""Decides how a time is taken: contenders in turn over rotating inputs, medians, and the limit."""
+"""How a time is taken: contenders in turn over rotating inputs, medians, and the limit."""
 
 from __future__ import annotations
 

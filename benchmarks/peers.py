@@ -1,4 +1,4 @@
-"""Decides how other FP8 implementations are set beside ours: their layers, where installed."""
+"""How other FP8 implementations are set beside ours: their layers, where installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides how quality and speed are seen together: a recipe's gap in the demo's loss against the
+"""How quality and speed are seen together: a recipe's gap in the demo's loss against the
 speed of a large layer, both over bf16's, one point a recipe."""
 
 from __future__ import annotations

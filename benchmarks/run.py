@@ -1,4 +1,4 @@
-"""Decides what a subject has at hand, and that a failure of one row costs no other."""
+"""What a subject has at hand, and that a failure of one row costs no other."""
 
 from __future__ import annotations
 

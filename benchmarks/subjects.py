@@ -1,4 +1,4 @@
-"""Decides what is measured: one function a subject, with its shapes; README.md says how."""
+"""What is measured: one function a subject, with its shapes; README.md says how."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from subjects_fp4 import decode, quantize_fp4
 from subjects_tune import tune
 from torch import Tensor, nn
 
-FORMAT_CODES = {"e4m3": 0, "e5m2": 1}
 QUANTIZED = ((16384, 8192), (4096, 4096), (1024, 1024))
 MODELS = ((512, 8, 4096), (1024, 8, 8192), (4096, 4, 16384))  # width, blocks, tokens
 QUANTIZERS = (  # format, rows, columns
@@ -42,6 +41,9 @@ QUANTIZERS = (  # format, rows, columns
 
 def quantize(run: Run) -> None:
     """Each quantizing kernel, amax included, in turns with a copy of 2 GiB."""
+    from narrowfloat import Cast
+    from narrowfloat.spec import Quantize
+
     shapes = run.shapes(QUANTIZED)
     seconds = run.seconds(len(shapes) * len(QUANTIZERS), 0.5)
     for rows, cols in shapes:
@@ -52,10 +54,9 @@ def quantize(run: Run) -> None:
             sides = [s for s, wanted in (("rows", by_rows), ("columns", by_columns)) if wanted]
             kernel = f"{'+'.join(sides)} {name}"
             with run.attempt(f"quantize {kernel} {rows}x{cols}"):
-                arguments = (FORMAT_CODES[name], by_rows, by_columns)
-                calls = [
-                    functools.partial(torch.ops.narrowfloat.quantize, x, *arguments) for x in inputs
-                ]
+                spec = Quantize(Cast(name), Cast(name), by_rows, by_columns).pack()
+                op = torch.ops.narrowfloat.quantize
+                calls = [functools.partial(op, x, spec) for x in inputs]
                 moved = sets * measure.quantize_bytes(elements, by_rows, by_columns)
                 run.take_quantize(kernel, (rows, cols), calls, moved, seconds)
                 del calls
@@ -65,14 +66,13 @@ def quantize(run: Run) -> None:
 def accumulation(run: Run) -> None:
     """What a sum of ones, of one sign as activations can be, comes to; not a time."""
     for terms in (512, 1024, 4096, 8192, 16384):
-        ones = run.randn(16, terms).fill_(1.0)
-        rows, _, scale = torch.ops.narrowfloat.quantize(ones, FORMAT_CODES["e4m3"], True, False)
+        rows, scale = _quantized(run.randn(16, terms).fill_(1.0))
         for name in ("fast", "exact"):
-            product = torch.ops.narrowfloat.scaled_mm(
+            d = torch.ops.narrowfloat.scaled_mm(
                 rows, rows, scale, scale, None, torch.float32, name == "fast"
             )
             run.out.add(
-                record.row("accumulation", accumulate=name, terms=terms, sum=product[0, 0].item())
+                record.row("accumulation", accumulate=name, terms=terms, sum=d[0, 0].item())
             )
 
 
@@ -85,24 +85,31 @@ class Operands(NamedTuple):
     b_scale: Tensor
 
 
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of the rows and the scale, e4m3."""
+    from narrowfloat import Cast
+    from narrowfloat.spec import both
+
+    rows, _, _, _, scales = torch.ops.narrowfloat.quantize(x, both(Cast("e4m3"), None).pack())
+    return rows, scales
+
+
 def _operands(run: Run, tokens: int, inputs: int, outputs: int) -> Operands:
     a, b = run.randn(tokens, inputs), run.randn(outputs, inputs)
-    a_rows, _, a_scale = torch.ops.narrowfloat.quantize(a, FORMAT_CODES["e4m3"], True, False)
-    b_rows, _, b_scale = torch.ops.narrowfloat.quantize(b, FORMAT_CODES["e4m3"], True, False)
-    return Operands(a, b, a_rows, a_scale, b_rows, b_scale)
+    return Operands(a, b, *_quantized(a), *_quantized(b))
 
 
 def gemm(run: Run) -> None:
-    """One FP8 product on quantized operands, beside torch.mm in bf16 and torch._scaled_mm."""
+    """One FP8 GEMM on quantized operands, beside torch.mm in bf16 and torch._scaled_mm."""
 
     def ours(o: Operands, fast: bool) -> Tensor:
-        product: Tensor = torch.ops.narrowfloat.scaled_mm(
+        d: Tensor = torch.ops.narrowfloat.scaled_mm(
             o.a_rows, o.b_rows, o.a_scale, o.b_scale, None, BF16, fast
         )
-        return product
+        return d
 
     def theirs(o: Operands, fast: bool) -> Tensor:
-        product: Tensor = torch._scaled_mm(
+        d: Tensor = torch._scaled_mm(
             o.a_rows,
             o.b_rows.t(),
             scale_a=o.a_scale[0],
@@ -110,29 +117,27 @@ def gemm(run: Run) -> None:
             out_dtype=BF16,
             use_fast_accum=fast,
         )
-        return product
+        return d
 
-    products = {
+    gemms = {
         "fp8 fast": functools.partial(ours, fast=True),
         "fp8 exact": functools.partial(ours, fast=False),
         "torch._scaled_mm fast": functools.partial(theirs, fast=True),
         "torch._scaled_mm exact": functools.partial(theirs, fast=False),
     }
     shapes = run.shapes((*SMALL, *LARGE))
-    seconds = run.seconds(len(shapes) * len(products), 0.5)
+    seconds = run.seconds(len(shapes) * len(gemms), 0.5)
     for tokens, inputs, outputs in shapes:
         read = (tokens + outputs) * inputs  # one byte an element is what FP8 reads
-        held = 3 * read + 4 * tokens * outputs
-        sets = run.device.sets(read, held)
+        kept = 3 * read + 4 * tokens * outputs
+        sets = run.device.sets(read, kept)
         rotated = [_operands(run, tokens, inputs, outputs) for _ in range(sets)]
         baseline = measure.captured(
             run.device, [functools.partial(torch.mm, o.a, o.b.t()) for o in rotated]
         )
-        for recipe, product in products.items():
+        for recipe, call in gemms.items():
             with run.attempt(f"gemm {recipe} {tokens}x{inputs}x{outputs}"):
-                mine = measure.captured(
-                    run.device, [functools.partial(product, o) for o in rotated]
-                )
+                mine = measure.captured(run.device, [functools.partial(call, o) for o in rotated])
                 times, base = measure.interleave(run.device, [mine, baseline], seconds)
                 run.out.add(
                     record.row(

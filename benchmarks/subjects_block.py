@@ -1,4 +1,4 @@
-"""Decides what of FP8 with finer scales than a tensor's is measured by itself: quantizing."""
+"""What of FP8 with rowwise and blockwise scaling is measured by itself: quantizing."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ QUANTIZED = ((16384, 8192), (4096, 4096))
 
 def quantize_block(run: Run) -> None:
     """The quantizing kernels by row, by blocks and of mxfp8, in turns with a copy of 2 GiB."""
-    from narrowfloat import formats
-    from narrowfloat.settings import BlockOrientation, BlockQuantize
+    from narrowfloat import Cast, formats
+    from narrowfloat.spec import Quantize, both
 
     kernels = {}  # kernel, bytes it must move, an element of bf16
     for scaling in formats.SCALED_FORMATS.values():
-        how = BlockOrientation(scaling.code)
+        how = Cast("e4m3", scaling.name)
         per_side = 1 + (scaling.dtype.itemsize / scaling.block if scaling.block else 0)
-        # a row's largest value is known only once it was read; a block lies in shared memory
+        # a row's amax is known only once it was read; a block lies in shared memory
         read = 2.0 if scaling.block else 4.0
-        kernels[f"{scaling.format} rows"] = (BlockQuantize(how), read + per_side)
-        kernels[f"{scaling.format} rows+columns"] = (BlockQuantize(how, how), read + 2 * per_side)
+        kernels[f"{scaling.format} rows"] = (both(how, None), read + per_side)
+        kernels[f"{scaling.format} rows+columns"] = (both(how, how), read + 2 * per_side)
         if scaling.square:
-            square = how._replace(square=True)
+            square = Cast("e4m3", scaling.name, square=True)
             kernels[f"{scaling.format} w of a layer: rows in 128x128"] = (
-                BlockQuantize(square),
+                both(square, None),
                 read + 1,
             )
         if scaling.power_of_two:
-            operand = how._replace(operand=True)
             kernels[f"{scaling.format} x of a layer: bf16 operand rows+columns"] = (
-                BlockQuantize(operand, how),
+                Quantize(how, how, True, True, rows_as_operand=True),
                 read + 2 + per_side,
             )
     shapes = run.shapes(QUANTIZED)
@@ -43,8 +42,8 @@ def quantize_block(run: Run) -> None:
         inputs = [run.randn(rows, cols) for _ in range(sets)]
         for kernel, (choices, moved) in kernels.items():
             with run.attempt(f"quantize_block {kernel} {rows}x{cols}"):
-                op, bits = torch.ops.narrowfloat.block_quantize, choices.pack()
-                calls = [functools.partial(op, x, bits) for x in inputs]
+                op, spec = torch.ops.narrowfloat.quantize, choices.pack()
+                calls = [functools.partial(op, x, spec) for x in inputs]
                 run.take_quantize(kernel, (rows, cols), calls, sets * moved * elements, seconds)
                 del calls
         del inputs

@@ -1,4 +1,4 @@
-"""Decides how recipes are compared from one point of one training: what a recipe itself costs,
+"""How recipes are compared from one point of one training: what a recipe itself costs,
 without the chance that leads whole trainings apart."""
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Training:
 
 def fork(run: Run) -> None:
     """Of each recipe the loss after the fork over the baseline's; weights_gap_percent: of its
-    weights in the baseline's products. The baseline's own row is its second branch: what two
+    weights in the baseline's GEMMs. The baseline's own row is its second branch: what two
     branches that differ in nothing lie apart."""
     options = demo().arguments(shlex.split(run.options.train_args))
     size = demo().SIZES["full" if run.device.cuda else "cpu"]

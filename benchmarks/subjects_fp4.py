@@ -1,5 +1,4 @@
-"""Decides what of FP4 is measured by itself: quantizing, and products of packed weights with few
-tokens."""
+"""What of FP4 is measured by itself: quantizing, and packed weights with few tokens."""
 
 from __future__ import annotations
 
@@ -21,36 +20,34 @@ SIDE_BYTES = 0.5 + 1 / 16  # an element: a code, and a scale byte for sixteen
 
 def quantize_fp4(run: Run) -> None:
     """The FP4 quantizing kernels, amax included, in turns with a copy of 2 GiB."""
-    from narrowfloat.settings import FP4Quantize, Orientation
+    from narrowfloat import Cast
+    from narrowfloat.spec import Quantize, both
 
-    plain, rotated = Orientation(True), Orientation(True, rotated=True)
+    plain, rotated = Cast("e2m1", "nvfp4"), Cast("e2m1", "nvfp4", hadamard=True)
+    of_dy = Cast("e2m1", "nvfp4", stochastic=True)
+    dy_columns = Cast("e2m1", "nvfp4", stochastic=True, hadamard=True)
+    two_sides = 4 + 2 * SIDE_BYTES
     kernels = {  # kernel, bytes it must move, an element of bf16: 2 for amax, 2 to quantize, sides
-        "nvfp4 rows": (FP4Quantize(plain), 4 + SIDE_BYTES),
-        "nvfp4 rows+rotated columns": (FP4Quantize(plain, rotated), 4 + 2 * SIDE_BYTES),
-        "nvfp4 rows+rotated stochastic columns": (
-            FP4Quantize(plain, rotated._replace(stochastic=True)),
-            4 + 2 * SIDE_BYTES,
-        ),
-        "nvfp4 stochastic rows+rotated stochastic columns": (
-            FP4Quantize(plain._replace(stochastic=True), rotated._replace(stochastic=True)),
-            4 + 2 * SIDE_BYTES,
-        ),
+        "nvfp4 rows": (both(plain, None), 4 + SIDE_BYTES),
+        "nvfp4 rows+rotated columns": (both(plain, rotated), two_sides),
+        "nvfp4 rows+rotated stochastic columns": (both(plain, dy_columns), two_sides),
+        "nvfp4 stochastic rows+rotated stochastic columns": (both(of_dy, dy_columns), two_sides),
         "nvfp4 x of a layer: bf16 operand rows+rotated columns": (
-            FP4Quantize(Orientation(True, True), rotated),
+            Quantize(plain, rotated, True, True, rows_as_operand=True),
             6 + SIDE_BYTES,
         ),
         "nvfp4 dy of a layer: stochastic bf16 operands both ways": (
-            FP4Quantize(
-                Orientation(True, True, stochastic=True),
-                Orientation(True, True, stochastic=True, rotated=True),
-            ),
+            Quantize(of_dy, dy_columns, True, True, True, True),
             8.0,
         ),
         "nvfp4 w of a layer: bf16 operand rows in 16x16": (
-            FP4Quantize(Orientation(True, True), two_d=True),
+            Quantize(Cast("e2m1", "nvfp4", square=True), want_rows=True, rows_as_operand=True),
             6.0,
         ),
-        "mxfp4 rows+rotated columns": (FP4Quantize(plain, rotated, mx=True), 4 + 2 * SIDE_BYTES),
+        "mxfp4 rows+rotated columns": (
+            both(Cast("e2m1", "mxfp4"), Cast("e2m1", "mxfp4", hadamard=True)),
+            two_sides,
+        ),
     }
     shapes = run.shapes(QUANTIZED)
     seconds = run.seconds(len(shapes) * len(kernels), 0.5)
@@ -61,8 +58,8 @@ def quantize_fp4(run: Run) -> None:
         inputs = [run.randn(rows, cols) for _ in range(sets)]
         for kernel, (choices, moved) in kernels.items():
             with run.attempt(f"quantize_fp4 {kernel} {rows}x{cols}"):
-                op, bits = torch.ops.narrowfloat.fp4_quantize, choices.pack()
-                calls = [functools.partial(op, x, seed, bits) for x in inputs]
+                op, spec = torch.ops.narrowfloat.quantize, choices.pack()
+                calls = [functools.partial(op, x, spec, None, seed) for x in inputs]
                 run.take_quantize(kernel, (rows, cols), calls, sets * moved * elements, seconds)
                 del calls
         del inputs

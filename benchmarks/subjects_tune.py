@@ -1,4 +1,4 @@
-"""Decides what narrowfloat.tune() is measured on: a layer's products, one by one."""
+"""What narrowfloat.tune() is measured on: a layer's GEMMs, one by one."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ LAYERS = {  # recipe: tokens, in, out
 
 
 def tune(run: Run) -> None:
-    """Of each product the time of cuBLASLt's first candidate and of the one that stays, as tune()
+    """Of each GEMM the time of cuBLASLt's first candidate and of the one that stays, as tune()
     itself measures them, in turns, and how many candidates there were."""
     for name, shapes in LAYERS.items():
         for shape in shapes:
             with run.attempt(f"tune {name} {shape}"):
-                for product, call in _products(run, name, *shape).items():
+                for gemm, call in _gemms(run, name, *shape).items():
                     for plan in _tuned(call):
-                        run.out.add(_row(name, shape, product, plan))
+                        run.out.add(_row(name, shape, gemm, plan))
 
 
-def _products(
+def _gemms(
     run: Run, name: str, tokens: int, inputs: int, outputs: int
 ) -> dict[str, Callable[[], Any]]:
     import narrowfloat
@@ -65,7 +65,7 @@ def _plans() -> dict[str, dict[str, Any]]:
 
 
 def _tuned(call: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The plans that a call finds; none where its product was measured already, of another
+    """The plans that a call finds; none where its GEMM was measured already, of another
     layer."""
     import narrowfloat
 
@@ -75,14 +75,12 @@ def _tuned(call: Callable[[], Any]) -> list[dict[str, Any]]:
     return [plan for key, plan in _plans().items() if key not in known]
 
 
-def _row(
-    name: str, shape: tuple[int, int, int], product: str, plan: dict[str, Any]
-) -> dict[str, Any]:
+def _row(name: str, shape: tuple[int, int, int], gemm: str, plan: dict[str, Any]) -> dict[str, Any]:
     tokens, inputs, outputs = shape
     return record.row(
         "tune",
         recipe=name,
-        product=product,
+        product=gemm,  # the field as the committed results have it
         tokens=tokens,
         **{"in": inputs, "out": outputs},
         ratio=plan["first_us"] / plan["us"],

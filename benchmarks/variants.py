@@ -1,5 +1,5 @@
-"""Decides which recipes the benchmarks have besides the package's own: `fp8` with one operand, or
-one product, left in bf16, to find what costs quality."""
+"""The recipes that the benchmarks have besides the package's own: `fp8` with one operand, or one
+GEMM, left in bf16, to find what costs quality."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides what the demo trains, on what, and how a recipe's loss is compared with the baseline's.
+"""What the demo trains, on what, and how a recipe's loss is compared with the baseline's.
 
 A byte-level GPT learns the source files of the standard library and of torch, once as plain
 PyTorch and once per narrowfloat recipe, from the same initial weights and on the same batches.

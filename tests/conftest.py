@@ -1,4 +1,4 @@
-"""Decides the devices, tolerances and comparisons that all tests share."""
+"""The devices, recipes, tolerances and comparisons that all tests share."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowfloat as nf
 
-# Relative error of one product on Gaussian data, ||y - ref|| / ||ref||: .038 is expected with two
-# e4m3 operands, .059 with an e5m2 one, .135 in nvfp4 and .163 in mxfp4. Of a gradient in FP4, whose
-# dy is rounded stochastically, about .18 and .20.
+# Relative error of one GEMM on Gaussian data, ||y - ref|| / ||ref||: .0023 is expected with two
+# bf16 operands, .038 with two e4m3 ones, .059 with an e5m2 one, .135 in nvfp4 and .163 in mxfp4. Of
+# a gradient in FP4, whose dy is rounded stochastically, about .18 and .20.
 TOLERANCE = {
+    "bf16": 0.01,
     "e4m3": 0.05,
     "e5m2": 0.08,
     "nvfp4": 0.16,
@@ -60,13 +61,45 @@ def cuda() -> str:
 
 @pytest.fixture(params=["fp8", "nvfp4", "mxfp4"])
 def recipe(request: pytest.FixtureRequest) -> str:
-    """For what must hold of every format; the recipes beside these differ in numbers alone."""
+    """For cases with many combinations: one recipe of each family; see each_recipe."""
     return request.param
 
 
-def kinds(recipe: str) -> tuple[str, str]:
-    """TOLERANCE's names for a recipe's forward and its gradients."""
-    return ("e4m3", "e5m2") if recipe == "fp8" else (recipe, f"{recipe} gradient")
+EVERY_RECIPE = [
+    *nf.RECIPES.values(),
+    nf.block_recipe("unlike", "mx", "row", "block_pow2"),
+    nf.Recipe("w in bf16", nf.Gemm("e4m3", None), nf.Gemm("e5m2", None)),
+    nf.Recipe("two formats of x", nf.Gemm("e5m2", "e4m3"), wgrad=nf.Gemm("e4m3", "e4m3")),
+]
+
+
+@pytest.fixture(params=EVERY_RECIPE, ids=str)
+def each_recipe(request: pytest.FixtureRequest, device: str) -> nf.Recipe:
+    """Each recipe of the package, and some of a user's own, where the device runs it."""
+    skip_where_it_does_not_run(request.param, device)
+    return request.param
+
+
+def dtypes_for(recipe: nf.Recipe, *others: torch.dtype) -> tuple[torch.dtype, ...]:
+    """fp32 and others: recipes share what an operand's dtype concerns, so that one of each family
+    of kernels sees all of them."""
+    return (torch.float32, *(others if recipe.name in ("fp8", "fp8_row", "nvfp4") else ()))
+
+
+def kinds(recipe: str | nf.Recipe) -> tuple[str, str, str]:
+    """TOLERANCE's names for y, dx and dw."""
+    recipe = nf.RECIPES[recipe] if isinstance(recipe, str) else recipe
+    found = []
+    for name in ("fprop", "dgrad", "wgrad"):
+        gemm = getattr(recipe, name)
+        if gemm.kind == "fp4":
+            found.append(gemm.a.scaling + ("" if name == "fprop" else " gradient"))
+        elif gemm.kind == "bf16":
+            found.append("bf16")
+        else:
+            e5m2 = any(cast is not None and cast.element == "e5m2" for cast in gemm.casts)
+            found.append("e5m2" if e5m2 else "e4m3")
+    return found[0], found[1], found[2]
 
 
 @pytest.fixture
@@ -157,12 +190,11 @@ def assert_layer_is_close(
     made: nf.Linear,
     x: torch.Tensor,
     g: torch.Tensor | None = None,
-    kinds: tuple[str, str, str] = ("e4m3", "e5m2", "e5m2"),
     spread: float = 1,
 ) -> torch.Tensor:
     """Forward and backward of `made` at x: y and the gradients against fp64; returns y.
 
-    g None means y.sum().backward(), whose gradient is an expanded one. kinds: of y, dx and dw.
+    g None means y.sum().backward(), whose gradient is an expanded one.
     """
     x = x.detach().requires_grad_()
     made.zero_grad(set_to_none=True)
@@ -185,7 +217,7 @@ def assert_layer_is_close(
     assert made.weight.grad.shape == (n, k) and made.weight.grad.dtype == made.weight.dtype
     results = (y.detach().reshape(-1, n), x.grad.reshape(-1, k), made.weight.grad)
     for a, right, kind, what in zip(
-        results, (ref, g2 @ w, g2.t() @ x2), kinds, ("y", "dx", "dw"), strict=True
+        results, (ref, g2 @ w, g2.t() @ x2), kinds(made.recipe), ("y", "dx", "dw"), strict=True
     ):
         assert_close_as(a, right, kind, spread, what)
     return y.detach()

@@ -7,6 +7,7 @@ import ctypes
 import importlib.util
 import os
 import pathlib
+import platform
 import re
 import shutil
 import subprocess
@@ -162,9 +163,10 @@ def build_operators(folder: pathlib.Path, csrc: pathlib.Path = CSRC) -> pathlib.
         f"-isystem{place / 'include'}",
         "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA",
     ]  # fmt: skip
-    # stacks as they are: 16 MB a block would be zeroed
+    # fast_fibers.h has stacks of its own on x86-64
     emulation = (HERE / "emulation" / "cuda_on_cpu.h").read_text()
-    emulation = emulation.replace("make_unique<char[]>", "make_unique_for_overwrite<char[]>")
+    if platform.machine() == "x86_64":
+        emulation = emulation.replace("make_unique<char[]>(kStack)", "make_unique<char[]>(1)")
     (folder / "cuda_on_cpu.h").write_text(emulation)
     # what every unit includes, parsed once
     common = {}

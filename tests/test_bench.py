@@ -1,4 +1,4 @@
-"""Decides whether the benchmarks count rightly: statistics, limits, rows, tables, a smoke run."""
+"""Whether the benchmarks count rightly: statistics, limits, rows, tables, a smoke run."""
 
 import contextlib
 import dataclasses
@@ -67,7 +67,7 @@ def test_ratio_refuses_what_is_not_in_pairs(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    "set_bytes, free, held, sets",
+    "set_bytes, free, kept, sets",
     [
         (6 * 2**20, math.inf, 0, 32),  # 1024 cubed: 201 MB
         (1.4e9, 141e9, 2.8e9, 4),  # the largest: at least four
@@ -76,8 +76,8 @@ def test_ratio_refuses_what_is_not_in_pairs(ours, theirs):
         (1, math.inf, 0, 256),
     ],
 )
-def test_enough_sets_rotate(set_bytes, free, held, sets):
-    assert measure.sets_for(set_bytes, free, held) == sets
+def test_enough_sets_rotate(set_bytes, free, kept, sets):
+    assert measure.sets_for(set_bytes, free, kept) == sets
 
 
 def test_contenders_take_turns_and_what_is_reset_is_not_timed():
@@ -432,6 +432,24 @@ def test_picture_takes_the_newest_of_what_was_trained_and_timed(tmp_path):
 # Subjects that the smoke run leaves out
 
 
+@pytest.mark.parametrize("subject", ["quantize", "quantize_fp4", "quantize_block"])
+def test_every_quantizing_kernel_runs_and_counts_its_bytes(monkeypatch, tmp_path, subject):
+    """What a call writes is no more than what it is said to move, less one read of x."""
+    seen = []
+
+    def take(self, kernel, shape, calls, moved, seconds):
+        rows, cols = shape
+        written = sum(t.nbytes for t in calls[0]())
+        assert 0 < written - 32 <= moved / len(calls) - 2 * rows * cols, kernel
+        seen.append(kernel)
+
+    monkeypatch.setattr(bench.Run, "take_quantize", take)
+    path = tmp_path / "quantize.json"
+    arguments = [subject, "--device", "cpu", "--shapes", "128x128", "--out", str(path)]
+    assert bench.main([*arguments, "--commit", "abc"]) == 0
+    assert len(set(seen)) == len(seen) >= 4
+
+
 @pytest.fixture
 def tiny_demo(monkeypatch, tmp_path):
     for needed in ("tqdm", "matplotlib"):
@@ -476,7 +494,7 @@ def test_variants_leave_in_bf16_what_their_name_says(monkeypatch):
         "dy": ("dgrad.a", "wgrad.a"),
     }
     operands |= {p: (f"{p}.a", f"{p}.b") for p in ("fprop", "dgrad")}
-    places = [f"{product}.{side}" for product in ("fprop", "dgrad", "wgrad") for side in "ab"]
+    places = [f"{gemm}.{side}" for gemm in ("fprop", "dgrad", "wgrad") for side in "ab"]
     assert set(known) == {f"{name}_in_bf16" for name in operands}
     for name, left in operands.items():
         for place in places:
@@ -484,17 +502,17 @@ def test_variants_leave_in_bf16_what_their_name_says(monkeypatch):
             assert (found is None) == (place in left), (name, place)
 
 
-def test_tune_has_a_row_for_each_plan_that_a_product_finds(monkeypatch, tmp_path):
+def test_tune_has_a_row_for_each_plan_that_a_gemm_finds(monkeypatch, tmp_path):
     import narrowfloat
 
     plans = [{"key": "known", "first_us": 1, "us": 1, "offered": 1, "tried": 1, "right": 1}]
 
-    def product(key, **found):
+    def gemm(key, **found):
         return lambda: plans.append({**plans[0], "key": key, **found})
 
-    made = {"fprop": product("a", first_us=6.0, us=4.0, offered=8), "dgrad": product("a")}
+    made = {"fprop": gemm("a", first_us=6.0, us=4.0, offered=8), "dgrad": gemm("a")}
     monkeypatch.setattr(subjects_tune, "LAYERS", {"fp8": ((128, 64, 32),)})
-    monkeypatch.setattr(subjects_tune, "_products", lambda *_: made)
+    monkeypatch.setattr(subjects_tune, "_gemms", lambda *_: made)
     monkeypatch.setattr(narrowfloat, "tune", contextlib.nullcontext)
     monkeypatch.setattr(
         narrowfloat, "save_plans", lambda file: file.write_text(json.dumps({"plans": plans}))
@@ -506,9 +524,9 @@ def test_tune_has_a_row_for_each_plan_that_a_product_finds(monkeypatch, tmp_path
     assert (row["tokens"], row["in"], row["out"]) == (128, 64, 32)
 
 
-def test_tune_asks_for_one_product_at_a_time(monkeypatch):
+def test_tune_asks_for_one_gemm_at_a_time(monkeypatch):
     from narrowfloat import ops
-    from narrowfloat.settings import Backward
+    from narrowfloat.spec import Backward
 
     class OnTheCPU:
         def randn(self, *shape, grad=False):
@@ -519,16 +537,16 @@ def test_tune_asks_for_one_product_at_a_time(monkeypatch):
         inner = getattr(ops, name)
 
         def noted(*arguments, name=name, inner=inner):
-            seen.append((name, arguments[-1]))
+            seen.append((name, arguments[{"linear_forward": 3, "linear_backward": 7}[name]]))
             return inner(*arguments)
 
         monkeypatch.setattr(ops, name, noted)
-    made = subjects_tune._products(OnTheCPU(), "fp8_fast", 32, 16, 48)
+    made = subjects_tune._gemms(OnTheCPU(), "fp8_fast", 32, 16, 48)
     seen.clear()
     for call in made.values():
         call()
     names = [name for name, _ in seen]
     assert names == ["linear_forward", "linear_backward", "linear_backward"]
-    dgrad, wgrad = (Backward.unpack(bits) for _, bits in seen[1:])
+    dgrad, wgrad = (Backward.unpack(spec) for _, spec in seen[1:])
     assert dgrad.need_dx and dgrad.dw_dtype is None and not wgrad.need_dx and wgrad.dw_dtype
     assert dgrad.fast_dgrad and wgrad.fast_wgrad

@@ -1,47 +1,54 @@
-"""Decides that the kernels of FP8 with finer scales compute what the reference says, without a GPU:
-their sources are compiled for the CPU (emulation/cuda_on_cpu.h)."""
+"""Tests of the kernels of FP8 with rowwise and blockwise scaling, without a GPU: their sources are
+compiled for the CPU (emulation/cuda_on_cpu.h)."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+from typing import NamedTuple
 
 import emulated
 import pytest
 import torch
 from conftest import assert_same_bits
 
-from narrowfloat import reference_block
-from narrowfloat.formats import (
-    BLOCK,
-    BLOCK_POW2,
-    E4M3,
-    E5M2,
-    MX,
-    NONE,
-    ROW,
-    Format,
-    Scaling,
-    padded,
-    padded32,
-)
-from narrowfloat.settings import BlockOrientation, BlockQuantize
+from narrowfloat.cast import Cast
+from narrowfloat.formats import BLOCK_POW2, E4M3, E5M2, ROW, Format, padded, padded32
+from narrowfloat.reference import block, linear
+from narrowfloat.reference.fp4 import tile
+from narrowfloat.spec import Quantize
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CODES, OPERAND = 1, 2
-NOTHING = BlockOrientation()
+
+
+class How(NamedTuple):
+    """One orientation: its cast and whether as a bf16 operand."""
+
+    cast: Cast | None = None
+    operand: bool = False
+
+
+NOTHING = How()
 ALL = [
-    BlockOrientation(ROW.code),
-    BlockOrientation(ROW.code, e5m2=True),
-    BlockOrientation(BLOCK.code),
-    BlockOrientation(BLOCK.code, square=True),
-    BlockOrientation(BLOCK_POW2.code),
-    BlockOrientation(BLOCK_POW2.code, square=True),
-    BlockOrientation(BLOCK_POW2.code, operand=True),
-    BlockOrientation(BLOCK_POW2.code, operand=True, square=True),
-    BlockOrientation(MX.code),
-    BlockOrientation(MX.code, operand=True),
+    How(Cast("e4m3", "row")),
+    How(Cast("e5m2", "row")),
+    How(Cast("e4m3", "block")),
+    How(Cast("e4m3", "block", square=True)),
+    How(Cast("e4m3", "block_pow2")),
+    How(Cast("e4m3", "block_pow2", square=True)),
+    How(Cast("e4m3", "block_pow2"), operand=True),
+    How(Cast("e4m3", "block_pow2", square=True), operand=True),
+    How(Cast("e4m3", "mx")),
+    How(Cast("e4m3", "mx"), operand=True),
 ]
+
+
+def quantized(x: torch.Tensor, rows: How, columns: How = NOTHING) -> tuple[torch.Tensor, ...]:
+    """By the reference: rows, their scales, columns, their scales."""
+    casts, forms = zip(rows, columns, strict=True)
+    wanted = (cast is not None for cast in casts)
+    return linear.quantize(x, Quantize(*casts, *wanted, *forms).pack())[:4]
 
 
 class Side(ctypes.Structure):
@@ -62,10 +69,16 @@ class Job(ctypes.Structure):
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    names = ["measure_kernels", "block_measure_kernels", "block_quantize_kernels", "block_restore"]
+    kernels = "tensor_amax_kernels", "block_amax_kernels", "block_kernels", "block_dequantize"
+    names = [f"quantize/{name}" for name in kernels]
     found = emulated.build(tmp_path_factory.mktemp("block_emulation"), "block_entry.cpp", names)
     found.run_block.restype = ctypes.c_int64
     return found
+
+
+def facts(cast: Cast | None) -> tuple[int, int, int]:
+    """(scaling, element, square) as csrc numbers them."""
+    return (0, 0, 0) if cast is None else (cast.of.code, cast.element == "e5m2", cast.square)
 
 
 def garbage(like: torch.Tensor) -> torch.Tensor:
@@ -86,21 +99,22 @@ def row_amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def check(
-    library, x: torch.Tensor, rows: BlockOrientation, columns: BlockOrientation, what: str = "",
-    sums: bool = False, given: bool = False,
+    library, x: torch.Tensor, rows: How, columns: How, what: str = "", sums: bool = False,
+    given: bool = False,
 ) -> None:  # fmt: skip
     """All that the kernels write, begun as garbage, against the reference."""
     what = f"{what} {tuple(x.shape)} {x.dtype} {rows} {columns}"
-    want = reference_block.block_quantize(x, BlockQuantize(rows, columns).pack())
+    want = quantized(x, rows, columns)
     got = [garbage(t) for t in want]
     total = torch.full((x.shape[1],), -7.0) if sums else None
     sides, keep = [], []
     for k, o in enumerate((rows, columns)):
-        form = 0 if o.scaling == NONE.code else OPERAND if o.operand else CODES
-        amax = row_amax(x.t() if k else x) if given and o.scaling == ROW.code else None
+        form = 0 if o.cast is None else OPERAND if o.operand else CODES
+        scaling, element, square = facts(o.cast)
+        amax = row_amax(x.t() if k else x) if given and scaling == ROW.code else None
         keep.append(amax)
         sides.append(
-            Side(form, o.scaling, int(o.e5m2), o.square, amax is not None, got[2 * k].data_ptr(),
+            Side(form, scaling, element, square, amax is not None, got[2 * k].data_ptr(),
                  got[2 * k + 1].data_ptr(), None if amax is None else amax.data_ptr())
         )  # fmt: skip
     call(library, x, sides, total)
@@ -148,7 +162,7 @@ def test_maxima_alone(library, dtype: torch.dtype) -> None:
         x[-1, -1] = float("nan")
         x[0, -1] = float("-inf")
         got = torch.full((padded(shape[1]),), -7.0)
-        codes, scales = (garbage(t) for t in reference_block.block_quantize(x, ROW.code)[:2])
+        codes, scales = (garbage(t) for t in quantized(x, ALL[0])[:2])
         rows = Side(CODES, ROW.code, 0, 0, 0, codes.data_ptr(), scales.data_ptr(), None)
         call(library, x, [rows, Side(0, 0, 0, 0, 0, None, None, got.data_ptr())])
         assert_same_bits(got, row_amax(x.t()), f"{shape} {dtype}")
@@ -211,20 +225,19 @@ def test_plain_bf16(library) -> None:
             assert_same_bits(g, w.contiguous(), f"{shape} {dtype}")
 
 
-@pytest.mark.parametrize(("scaling", "square"), [(BLOCK_POW2, 0), (BLOCK_POW2, 1), (MX, 0)])
-def test_restored(library, scaling: Scaling, square: int) -> None:
+@pytest.mark.parametrize("how", [ALL[4], ALL[5], ALL[8]])
+def test_dequantized(library, how: How) -> None:
     for shape in [*SHAPES, (17, 300), (300, 17), (260, 700)]:
         x = torch.randn(shape) * 10.0 ** torch.randint(-38, 6, shape)
         x[0, -1] = float("nan")
-        as_codes = BlockOrientation(scaling.code, square=bool(square))
-        codes, scales = reference_block.block_quantize(x, as_codes.pack())[:2]
-        operand = as_codes._replace(operand=True).pack()
-        want = reference_block.block_quantize(x, operand)[0]
+        codes, scales = quantized(x, how)[:2]
+        want = quantized(x, how._replace(operand=True))[0]
         got = garbage(want)
+        scaling, _, square = map(ctypes.c_int64, facts(how.cast))
         sizes = map(ctypes.c_int64, shape)
         at = [ctypes.c_void_p(t.data_ptr()) for t in (codes, scales)]
-        how = ctypes.c_int64(scaling.code), ctypes.c_int64(square)
-        library.run_block_restore(*how, *at, *sizes, ctypes.c_void_p(got.data_ptr()))
+        to = ctypes.c_void_p(got.data_ptr())
+        library.run_block_dequantize(scaling, square, *at, *sizes, to)
         assert_same_bits(got, want, f"{shape}")
 
 
@@ -239,7 +252,7 @@ def test_codes_of_one_scale(library, fmt: Format) -> None:
         got = garbage(want)
         at = [ctypes.c_void_p(t.data_ptr()) for t in (codes, scale, got, alpha)]
         sizes = ctypes.c_int64(rows), ctypes.c_int64(cols)
-        library.run_tensor_restore(ctypes.c_int64(fmt is E5M2), *at[:2], *sizes, *at[2:])
+        library.run_tensor_dequantize(ctypes.c_int64(fmt is E5M2), *at[:2], *sizes, *at[2:])
         assert (got.isnan() == want.isnan()).all()
         assert_same_bits(got.nan_to_num(), want.nan_to_num(), f"{rows} {cols}")
         assert alpha.tolist() == [scale[0].item(), 0.0, -7.0]
@@ -250,13 +263,13 @@ def test_spread(library, square: bool) -> None:
     for shape in [*SHAPES, (17, 300)]:
         x = torch.randn(shape) * 10.0 ** torch.randint(-38, 6, shape)
         x[0, -1] = float("nan")
-        operand = reference_block.quantize_operand(x, BLOCK_POW2, E4M3, square)
-        scales = reference_block.lay_out(operand, BLOCK_POW2, square)[1]
+        operand = block.quantize_operand(x, BLOCK_POW2, E4M3, square)
+        scales = block.lay_out(operand, BLOCK_POW2, square)[1]
         down = operand.scales.repeat_interleave(128, 0)[: shape[0]] if square else operand.scales
         wide = down.repeat_interleave(4, 1)[:, : -(-shape[1] // 32)]
         exponent = (wide.contiguous().view(torch.int32) >> 23).to(torch.uint8)
         bytes_ = torch.where(wide.isnan(), 0xFF, exponent).to(torch.uint8)
-        want = reference_block.tile(bytes_, shape[0], -(-shape[1] // 2))
+        want = tile(bytes_, shape[0], -(-shape[1] // 2))
         got = garbage(want)
         sizes = map(ctypes.c_int64, (square, *shape))
         at = ctypes.c_void_p(scales.data_ptr())

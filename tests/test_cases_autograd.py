@@ -1,4 +1,4 @@
-"""Decides that the public failures of the kind "autograd" (open.md, O-48 to O-58) do not happen."""
+"""Public failures of the kind "autograd" do not happen, O-48 to O-58; CASES.md tells of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 class Backwards(TorchDispatchMode):
-    """Records, for each linear_backward inside, which products its outputs show to have run."""
+    """Records, for each linear_backward inside, which GEMMs its outputs show to have run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Backwards(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if str(func).startswith(("narrowfloat.linear_backward", "narrowfloat.fp4_linear_backward")):
+        if str(func).startswith("narrowfloat.linear_backward"):
             names = ("dx", "dw", "db")
             self.seen.append({n for n, t in zip(names, out, strict=True) if t.numel()})
         return out
@@ -48,7 +48,7 @@ def saved_bytes(call) -> tuple[Tensor, int]:
 
 
 def small_model(
-    device: str, dtype: torch.dtype = F32, recipe: str | nf.FP4Recipe = "fp8"
+    device: str, dtype: torch.dtype = F32, recipe: str | nf.Recipe = "fp8"
 ) -> nn.Sequential:
     return nn.Sequential(
         nf.Linear(32, 64, device=device, dtype=dtype, recipe=recipe),
@@ -132,8 +132,8 @@ def test_o49_only_the_products_that_are_needed(device, recipe, mask, reuse):
     limit = small
     of_x = m * k if recipe == "fp8" else m * k * 9 // 16
     limit += of_x if mask[1] else 0  # x's copy, for dw
-    held = reuse and recipe == "fp8"
-    limit += (n * k if held else n * k * 2) if mask[0] else 0  # w or its held copy, for dx
+    cached = reuse and recipe == "fp8"
+    limit += (n * k if cached else n * k * 2) if mask[0] else 0  # w or its cached copy, for dx
     assert saved <= limit, (saved, limit)
     if not any(mask):
         assert not y.requires_grad
@@ -149,7 +149,7 @@ def test_o49_only_the_products_that_are_needed(device, recipe, mask, reuse):
 
 @pytest.mark.gpu
 def test_o49_kernels_of_a_frozen_weight(cuda, recipe):
-    """O-49: seen from the profiler too, one product of the backward does not run."""
+    """O-49: seen from the profiler too, one GEMM of the backward does not run."""
 
     def kernels(mask: tuple[bool, bool]) -> int:
         x = torch.randn(256, 512, device=cuda, dtype=BF16, requires_grad=mask[0])
@@ -245,8 +245,8 @@ def test_o52_double_backward_is_an_error(device, loss, wrt):
     leaf = x if wrt == "x" else w
     reduce = torch.sum if loss == "sum" else lambda y: y.square().sum()
 
-    def penalty(product, x: Tensor, w: Tensor) -> Tensor:
-        value = reduce(product(x, w))
+    def penalty(multiply, x: Tensor, w: Tensor) -> Tensor:
+        value = reduce(multiply(x, w))
         (first,) = torch.autograd.grad(value, x if wrt == "x" else w, create_graph=True)
         return value + first.square().sum()  # a gradient penalty
 
@@ -323,15 +323,15 @@ def accumulate(model: nn.Module, batches: list[Tensor], first_without_grad: bool
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("first", ["train", "no_grad"])
 def test_o54_accumulation_with_held_weights(device, recipe, first, dtype):
-    """O-54: gradient accumulation of 4, a no_grad forward before it or not, held weights or not."""
+    """O-54: gradient accumulation of 4, a no_grad forward before it or not, cached or not."""
     model = small_model(device, dtype, recipe)
     batches = [torch.randn(24, 32, device=device).to(dtype) for _ in range(4)]
     without = accumulate(model, batches, first == "no_grad")
     model.zero_grad(set_to_none=True)
     with nf.reuse_weights(model):
-        held = accumulate(model, batches, first == "no_grad")
-    assert all(t.isfinite().all() and t.any() for t in held)
-    assert_all_same(held, without)
+        inside = accumulate(model, batches, first == "no_grad")
+    assert all(t.isfinite().all() and t.any() for t in inside)
+    assert_all_same(inside, without)
 
 
 def test_o54_held_weights_are_held(device):
@@ -464,8 +464,8 @@ def test_o56_a_graph_that_was_recorded_before_the_update(device, recipe):
         y = made(x)
         with torch.no_grad():
             made.weight.mul_(2)
-        made(x)  # quantizes anew: what y's graph holds must not be written over
-        if recipe != "fp8":  # it holds w itself
+        made(x)  # quantizes anew: what y's graph has must not be written over
+        if recipe != "fp8":  # it has w itself
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.backward(g)
             return
@@ -567,3 +567,107 @@ def test_o58_keyword_arguments(device, recipe, reentrant):
         operands = {"x": x, "w": made.weight, "bias": made.bias, "recipe": recipe}
         backward(checkpoint(nf.linear, use_reentrant=False, **operands), g)
         assert_all_same(take(), right)
+
+
+# ---- every recipe ----
+
+
+def layer(k: int, n: int, recipe: nf.Recipe, device: str) -> nf.Linear:
+    made = nf.Linear(k, n, device=device, recipe=recipe)
+    with torch.no_grad():
+        made.weight.normal_()
+        made.bias.normal_()
+    return made
+
+
+def test_o48_o49_frozen_weight(device, each_recipe):
+    """O-48, O-49: a frozen layer passes its gradient on and makes none of its own."""
+    first, frozen = nn.Linear(64, 64, device=device), layer(64, 48, each_recipe, device)
+    twin = nn.Linear(64, 48, device=device)
+    twin.load_state_dict(frozen.state_dict())
+    frozen.requires_grad_(False)
+    x, g = torch.randn(64, 64, device=device), torch.randn(64, 48, device=device)
+    grads = []
+    for made in (frozen, twin):
+        first.zero_grad()
+        made(first(x)).backward(g)
+        grads.append(first.weight.grad.clone())
+    assert_close_as(grads[0], grads[1], kinds(each_recipe)[1])
+    assert frozen.weight.grad is None and frozen.bias.grad is None
+
+
+def test_o50_to_o53_modes(device, each_recipe):
+    """O-50 no_grad and inference_mode agree, and training works after; O-51 a second backward
+    doubles exactly, or draws anew; O-53 checkpoints give the bits of none, over three steps."""
+    made = layer(64, 48, each_recipe, device)
+    x = torch.randn(32, 64, device=device)
+    with torch.no_grad():
+        first = made(x)
+    with torch.inference_mode():
+        second = made(x)
+    assert_same_bits(first, second)
+    out = (made(x) ** 2).sum()
+    out.backward(retain_graph=True)
+    once = made.weight.grad.clone()
+    out.backward()
+    assert once.any()
+    if each_recipe.draws_dw:
+        again = made.weight.grad - once
+        assert not torch.equal(again, once) and relative_error(again, once) < 0.3
+    else:
+        assert_same_bits(made.weight.grad, 2 * once)
+    results = []
+    for how in (None, True, False):
+        other = copy.deepcopy(made)
+        other.start_history()  # the other optimizers' steps rolled it too
+        optimizer = torch.optim.SGD(other.parameters(), lr=1e-3)
+        for _ in range(3):
+            leaf = x.clone().requires_grad_()
+            y = other(leaf) if how is None else checkpoint(other, leaf, use_reentrant=how)
+            optimizer.zero_grad()
+            backward(y, torch.ones_like(y))
+            optimizer.step()
+        results.append([y.detach(), leaf.grad, other.weight.detach()])
+    for other in results[1:]:
+        assert_all_same(other, results[0])
+
+
+def test_o54_to_o58_weights_and_keywords(device, each_recipe):
+    """O-54 to O-56: reuse_weights changes nothing, each forward sees the weight that is; O-57: a
+    tied weight sums both gradients; O-58: keywords."""
+    made = layer(32, 32, each_recipe, device)
+    x = torch.randn(8, 32, device=device)
+    with nf.reuse_weights(made), torch.no_grad():
+        made(x)
+        for change in (lambda w: w.mul_(2), lambda w: w.copy_(w + 1), lambda w: w.neg_()):
+            change(made.weight)
+            fresh = copy.deepcopy(made)
+            assert_same_bits(made(x), fresh(x))
+    with torch.no_grad():  # outside it also one that PyTorch does not count
+        made.weight.data.copy_(made.weight.data + 1)
+        assert_same_bits(made(x), copy.deepcopy(made)(x))
+    embedding = nn.Embedding(32, 32, device=device)
+    embedding.weight = made.weight
+    tokens = torch.arange(8, device=device)
+    made(embedding(tokens)).sum().backward()
+    assert made.weight.grad.isfinite().all() and made.weight.grad.any()
+    both = made.weight.grad.clone()
+    made.zero_grad()
+    made(embedding(tokens).detach()).sum().backward()
+    assert not torch.equal(both, made.weight.grad)
+    w, b = (t.detach().requires_grad_() for t in (made.weight, made.bias))
+    nf.linear(x=x, w=w, bias=b, recipe=each_recipe).sum().backward()
+    assert w.grad is not None and torch.equal(b.grad, torch.full_like(b, 8))
+    leaf = x.clone().requires_grad_()
+    checkpoint(made, input=leaf, use_reentrant=False).sum().backward()
+    assert leaf.grad is not None
+
+
+def test_a_changed_weight_is_an_error_in_the_backward(device, each_recipe):
+    made = layer(32, 16, each_recipe, device)
+    x = torch.randn(8, 32, device=device, requires_grad=True)
+    y = made(x)
+    with torch.no_grad():
+        made.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

@@ -1,4 +1,4 @@
-"""Decides that the public failures of the kind "dtypes" (open.md, O-41 to O-47) do not happen."""
+"""Public failures of the kind "dtypes" do not happen, O-41 to O-47; CASES.md tells of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import narrowfloat as nf
 from narrowfloat import ops
-from narrowfloat.fp4_weights import PackedFP4Linear, fp4_weight_matmul_op
+from narrowfloat.w4a16 import PackedFP4Linear, fp4_weight_matmul_op
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [F32, BF16, F16]
@@ -31,7 +31,7 @@ def test_o41_autocast_over_fp32_weights(device, recipe, dtype, x_dtype, bias):
         functional = nf.linear(x, made.weight, made.bias, recipe)
     assert y.dtype == functional.dtype == dtype
     assert_same_bits(y.detach(), functional.detach())
-    # the context chooses the dtype of x and nothing inside: no sum or product in 16 bits
+    # the context chooses the dtype of x and nothing inside: no sum in 16 bits
     plain = nf.linear(x.detach().to(dtype), made.weight.detach(), made.bias, recipe)
     assert_same_bits(y.detach(), plain.detach())
     g = torch.randn(24, 48, device=device).to(dtype)
@@ -42,10 +42,24 @@ def test_o41_autocast_over_fp32_weights(device, recipe, dtype, x_dtype, bias):
         assert made.bias.grad.dtype == F32
         ref = ref + made.bias.detach().double()
         assert relative_error(made.bias.grad, g.double().sum(0)) < 1e-5
-    forward, gradient = kinds(recipe)
+    forward, gradient, _ = kinds(recipe)
     assert_close_as(y.detach(), ref, forward)
     assert_close_as(x.grad, g.double() @ made.weight.detach().double(), gradient)
     assert_close_as(made.weight.grad, g.double().t() @ x.detach().double(), gradient)
+
+
+@pytest.mark.parametrize("low", [BF16, F16])
+def test_o41_autocast(device, each_recipe, low):
+    """O-41: forward inside, backward outside; a bf16 weight gradient mixes no dtypes."""
+    made = nf.Linear(64, 32, device=device, recipe=each_recipe)
+    x = torch.randn(16, 64, device=device, requires_grad=True)
+    with torch.autocast(device, dtype=low):
+        y = made(x)
+    y.float().sum().backward()
+    assert y.dtype == low and x.grad.dtype == made.weight.grad.dtype == F32
+    want = torch.ones(16, 32, device=device).t() @ x.detach()
+    kind = kinds(each_recipe)[2]
+    assert relative_error(made.weight.grad, want) < max(1.2 * TOLERANCE[kind], 0.02)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
@@ -78,8 +92,8 @@ def test_o41_autocast_between_other_layers(device, recipe, dtype):
 )
 def test_o42_every_mix_of_dtypes(device, recipe, x_dtype, w_dtype, b_dtype):
     """O-42: x, w and bias in any mix; y has x's dtype, each gradient its tensor's."""
-    forward, gradient = kinds(recipe)
-    # FP4's error is spread wider where there are few products
+    forward, gradient, _ = kinds(recipe)
+    # FP4's error is spread wider where sums are short
     few, fewer = ((24, 64, 48), (5, 33, 7)) if recipe == "fp8" else ((48, 192, 80), (37, 100, 71))
     for m, k, n in (few, fewer):
         x = torch.randn(m, k, device=device).to(x_dtype).requires_grad_()
@@ -95,7 +109,7 @@ def test_o42_every_mix_of_dtypes(device, recipe, x_dtype, w_dtype, b_dtype):
         if bias is not None:
             assert bias.grad.dtype == b_dtype
             assert relative_error(bias.grad, g.double().sum(0)) < 2**-8
-            # the bias is large and not quantized: the error may only be that of the product
+            # the bias is large and not quantized: the error may only be that of the GEMM
             error = (y.detach().double() - ref - bias.detach().double()).norm() / ref.norm()
             assert error < TOLERANCE[forward] + 10 * 2**-8
             ref = ref + bias.detach().double()
@@ -105,10 +119,26 @@ def test_o42_every_mix_of_dtypes(device, recipe, x_dtype, w_dtype, b_dtype):
         assert_close_as(w.grad, g.double().t() @ x.detach().double(), gradient)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_o42_o46_dtypes(device, each_recipe, dtype):
+    """O-42, O-46: y in x's dtype, each gradient in its tensor's, in any mix."""
+    x = torch.randn(8, 32, device=device).to(dtype).requires_grad_()
+    for w_dtype, b_dtype in ((F32, BF16), (BF16, F32), (F16, F16)):
+        w = torch.randn(16, 32, device=device).to(w_dtype).requires_grad_()
+        bias = torch.randn(16, device=device).to(b_dtype).requires_grad_()
+        y = nf.linear(x, w, bias, each_recipe)
+        x.grad = None
+        y.sum().backward()
+        assert y.dtype == x.grad.dtype == dtype
+        assert w.grad.dtype == w_dtype and bias.grad.dtype == b_dtype
+        want = x.detach().double() @ w.detach().double().t() + bias.detach().double()
+        assert relative_error(y, want) < 1.2 * TOLERANCE[kinds(each_recipe)[0]]
+
+
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("b_dtype", DTYPES)
 def test_o42_bias_of_the_product(device, b_dtype, out_dtype):
-    """O-42: the product of quantized operands takes each bias with each output."""
+    """O-42: the GEMM of quantized operands takes each bias with each output."""
     for m, k, n in ((32, 64, 48), (5, 33, 7)):
         a, b = (nf.quantize(torch.randn(r, k, device=device)) for r in (m, n))
         bias = (10 * torch.randn(n, device=device)).to(b_dtype)
@@ -171,7 +201,7 @@ def test_o43_casts_and_moves_of_a_module(device, recipe, move, used_before):
 
 @pytest.mark.parametrize("move", list(moves("cpu")))
 def test_o43_casts_inside_reuse_weights(device, recipe, move):
-    """O-43: a cast replaces the weight, so what reuse_weights() holds must not outlive it."""
+    """O-43: a cast replaces the weight, so what reuse_weights() caches must not outlive it."""
     made = nf.Linear(64, 48, device=device, recipe=recipe)
     x = torch.randn(24, 64, device=device)
     with nf.reuse_weights(made):
@@ -255,6 +285,22 @@ def test_o45_default_device(device, recipe):
         torch.set_default_device(None)
     assert made.weight.device.type == ("meta" if device == "cpu" else device)
     assert nf.Linear(16, 32, recipe=recipe).weight.device.type == "cpu"
+
+
+def test_o43_o45_casts_and_defaults(device, each_recipe):
+    """O-43, O-45: a layer that is cast goes on; the default dtype is taken."""
+    made = nf.Linear(32, 16, device=device, recipe=each_recipe)
+    x = torch.randn(4, 32, device=device)
+    want = made(x).detach()
+    made.to(BF16)
+    assert made(x.bfloat16()).dtype == BF16
+    # values that lie between two codes may come to lie on the other side
+    assert relative_error(made(x.bfloat16()), want) < TOLERANCE[kinds(each_recipe)[0]]
+    torch.set_default_dtype(BF16)
+    try:
+        assert nf.Linear(8, 8, recipe=each_recipe).weight.dtype == BF16
+    finally:
+        torch.set_default_dtype(F32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,4 @@
-"""Decides that the public failures of the kind "layout" (open.md, O-13 to O-17) do not happen."""
+"""Public failures of the kind "layout" do not happen, O-13 to O-18; CASES.md tells of each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import assert_close_as, assert_same_bits, relative_error
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import narrowfloat as nf
 from narrowfloat import ops
@@ -14,10 +15,14 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [BF16, F16, F32]
 
 
-def run(x: Tensor, w: Tensor, bias: Tensor | None, g: Tensor) -> tuple[Tensor, ...]:
-    """(y, dx, dw[, db]) of the tensors as they lie: detach() keeps strides and offsets."""
+def run(
+    x: Tensor, w: Tensor, bias: Tensor | None, g: Tensor, recipe: str | nf.Recipe = "fp8"
+) -> tuple[Tensor, ...]:
+    """(y, dx, dw[, db]) of the tensors as they lie: detach() keeps strides and offsets. The same
+    random bits each time."""
     leaves = [t.detach().requires_grad_() for t in (x, w, bias) if t is not None]
-    y = nf.linear(*leaves)
+    y = nf.linear(*leaves, recipe=recipe)
+    torch.manual_seed(5)
     y.backward(g)
     return (y.detach(), *(leaf.grad for leaf in leaves))
 
@@ -91,6 +96,32 @@ def test_o13_quantized_operands_at_an_odd_byte(device, m, k, n, by):
     assert_close_as(plain.float(), qa.dequantize(F32) @ qb.dequantize(F32).t())
 
 
+def test_o13_to_o17_views(device, each_recipe):
+    """O-13 to O-17: unaligned, transposed, strided, expanded views equal their contiguous copies,
+    forward and both gradients; x and the weight nearly square and square."""
+    flat = torch.randn(4 * 48 * 64 + 1, device=device).bfloat16()
+    before = flat.clone()
+    inputs = [
+        flat[1 : 1 + 48 * 64].view(48, 64),
+        flat[: 64 * 48].view(64, 48).t(),
+        flat[: 48 * 128].view(48, 128)[:, ::2],
+        flat[: 3 * 16 * 64].view(3, 16, 64).permute(1, 0, 2),
+        flat[:64].expand(32, 64),
+        torch.randn(256, 250, device=device).bfloat16().t(),
+        torch.randn(256, 256, device=device).bfloat16().t(),
+    ]
+    one = torch.ones((), device=device, dtype=BF16)
+    for x in inputs:
+        k = x.shape[-1]
+        for n in (40, k, k + 6):
+            w = torch.randn(k, n, device=device).bfloat16().t()
+            g = one.expand(*x.shape[:-1], n)
+            plain = run(x.contiguous(), w.contiguous(), None, g.contiguous(), each_recipe)
+            for a, b in zip(run(x, w, None, g, each_recipe), plain, strict=True):
+                assert_same_bits(a, b)
+    assert_same_bits(flat, before, "an input was written to")
+
+
 VIEWS = {
     "transposed": (lambda d, t: torch.randn(64, 24, device=d).to(t).t(), 2),
     "every second column": (lambda d, t: torch.randn(24, 128, device=d).to(t)[:, ::2], 2),
@@ -158,6 +189,15 @@ def test_o15_transposed_gradient(device, m, k, n, dtype):
         assert_same_as_contiguous(x.detach(), made.weight.detach(), bias, g)
 
 
+def test_o15_transposed_gradient_of_every_recipe(device, each_recipe):
+    x, w = torch.randn(48, 64, device=device), torch.randn(40, 64, device=device)
+    bias, c = torch.randn(40, device=device), torch.randn(40, 48, device=device)
+    got, plain = (run(x, w, bias, g, each_recipe) for g in (c.t(), c.t().contiguous()))
+    for a, b in zip(got[:3], plain[:3], strict=True):
+        assert_same_bits(a, b)
+    assert_same_sum(got[3], plain[3])
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_o15_permuted_gradient(device, dtype):
     """O-15: the same through a reshape of more than two dimensions (attention's heads)."""
@@ -187,7 +227,7 @@ def test_o16_expanded_x(device, k, dtype):
         column.expand(24, k),
     ):
         g = one.expand(*x.shape[:-1], 40)
-        if x.shape[-2] == 24:  # a constant row's products add up without averaging: no tolerance
+        if x.shape[-2] == 24:  # a constant row's terms add up without averaging: no tolerance
             got, plain = run(x, w, bias, g), run(x.contiguous(), w, bias, g.contiguous())
             for a, b in zip(got[:3], plain[:3], strict=True):
                 assert_same_bits(a, b)
@@ -222,3 +262,22 @@ def test_o17_nearly_square_transposed_weight(device, k, n, dtype):
     plain = run(x, wkn.detach().t().contiguous(), None, g)
     for got, ref in zip((y.detach(), a.grad, b.grad.t()), plain, strict=True):
         assert_same_bits(got, ref)
+
+
+def test_o18_leading_dimensions_do_not_matter(device, each_recipe):
+    """O-18: x (5,64,256) eager, in a checkpoint and compiled is the 2-D call, reshaped."""
+    made = nf.Linear(256, 48, device=device, recipe=each_recipe)
+    x, g = torch.randn(5, 64, 256, device=device), torch.randn(5, 64, 48, device=device)
+
+    def results(call, x: Tensor, g: Tensor) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        torch.manual_seed(6)
+        return [y.detach(), *torch.autograd.grad(y, (leaf, made.weight), g)]
+
+    y, dx, dw = results(made, x.flatten(0, 1), g.flatten(0, 1))
+    want = [y.view(5, 64, 48), dx.view(5, 64, 256), dw]
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    for call in (made, lambda t: checkpoint(made, t, use_reentrant=False), compiled):
+        for a, b in zip(results(call, x, g), want, strict=True):
+            assert_same_bits(a, b)

@@ -1,4 +1,4 @@
-"""Decides that the public failures of the kind "state" (open.md, O-77 to O-85) do not happen."""
+"""Public failures of the kind "state" do not happen, O-77 to O-85; CASES.md tells of each."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from conftest import assert_same_bits
 from torch import multiprocessing, nn
 
 import narrowfloat as nf
+from narrowfloat import formats
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [BF16, F16, F32]
@@ -98,7 +99,7 @@ def test_o79_deepcopy(device, recipe, used, dtype):
 
 
 def test_o79_deepcopy_inside_reuse_weights(device, recipe):
-    """O-79: a copy made while weights are held shares nothing that is held."""
+    """O-79: a copy made while weights are cached shares nothing of the cache."""
     made = layer(recipe, 32, 48, device=device)
     x = torch.randn(8, 32, device=device)
     with nf.reuse_weights(made):
@@ -149,8 +150,8 @@ def test_o79_moving_average(device, recipe):
     "recipe",
     [
         nf.Recipe("mine", dgrad=nf.Gemm("e5m2", "e4m3", "fast")),
-        nf.FP4Recipe("mine", rotate_wgrad=False, four_over_six="both"),
-        nf.FP4Recipe("mine", "mxfp4", stochastic_dy=False),
+        nf.fp4_recipe("mine", rotate_wgrad=False, four_over_six="both"),
+        nf.fp4_recipe("mine", "mxfp4", stochastic_dy=False),
     ],
     ids=["fp8", "nvfp4", "mxfp4"],
 )
@@ -183,7 +184,7 @@ def test_o80_round_trips(device, how, dtype, recipe):
 
 
 def test_o80_pickle_inside_reuse_weights(device, recipe):
-    """O-80: what is held is no part of a pickle."""
+    """O-80: what is cached is no part of a pickle."""
     made = layer(recipe, 256, 256, device=device)
     size = len(pickle.dumps(made))
     with nf.reuse_weights(made):
@@ -275,6 +276,22 @@ def test_o80_o82_quantized_fp4_tensors(device, format, dtype, tmp_path):
         same(back["data"], back["scales"].view(q.scales.dtype), back["scale"])
 
 
+@pytest.mark.parametrize("format", sorted(formats.SCALED_FORMATS))
+def test_o80_o82_o85_quantized_tensors(device, format, caplog):
+    """O-80, O-82, O-85: parts save and load with their bytes; repr; numpy through uint8."""
+    q = nf.quantize(torch.randn(5, 133, device=device), format)
+    torch.save(tuple(q), buffer := io.BytesIO())
+    buffer.seek(0)
+    back = nf.BlockTensor(*torch.load(buffer, weights_only=True))
+    assert back.data.dtype == q.data.dtype and back.scales.dtype == q.scales.dtype
+    assert_same_bits(back.dequantize(), q.dequantize())
+    assert_same_bits(copy.deepcopy(q).dequantize(), q.dequantize())
+    with caplog.at_level(logging.INFO):
+        logging.getLogger(__name__).info("%r", q)
+    assert "BlockTensor" in caplog.text
+    assert q.data.view(torch.uint8).cpu().numpy().shape == (5, 133)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
 def test_o81_meta_device(device, recipe, bias, dtype):
@@ -317,6 +334,35 @@ def test_o81_convert_on_meta(device, recipe):
     x = torch.randn(4, 16, device=device)
     nf.convert(source, recipe, head=True)
     assert_same_bits(model(x).detach(), source(x).detach())
+
+
+def test_o77_to_o81_state(device, each_recipe):
+    """O-77, O-79, O-80, O-81: states, copies, pickles and meta."""
+    made = nf.Linear(32, 48, device=device, recipe=each_recipe)
+    plain = nn.Linear(32, 48, device=device)
+    plain.load_state_dict(made.state_dict(), strict=True)
+    x = torch.randn(5, 32, device=device)
+    made(x).sum().backward()
+    assert set(made.state_dict()) == {"weight", "bias"}
+    twin = copy.deepcopy(made)
+    torch.save(made, buffer := io.BytesIO())
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    for other in (twin, loaded):
+        assert other.recipe == made.recipe
+        assert_same_bits(other(x), made(x))
+    with torch.no_grad():
+        twin.weight.zero_()
+    assert made.weight.any()
+    with torch.device("meta"):
+        empty = nf.Linear(32, 48, recipe=each_recipe)
+        shapes = torch.empty(2, 4, 32, requires_grad=True)
+        y = empty(shapes)
+        y.sum().backward()
+    assert y.is_meta and y.shape == (2, 4, 48) and shapes.grad.shape == shapes.shape
+    empty.to_empty(device=device)
+    empty.reset_parameters()
+    assert empty(x).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,42 +1,56 @@
-"""Decides that public failures of devices, streams, graphs, memory and installs do not happen.
-
-From open.md: the kind "systems" (O-59 to O-70), O-87, O-91, O-92 and O-97.
-"""
+"""Public failures of devices, streams, graphs, memory and installs do not happen: the kind
+"systems" (O-59 to O-70), O-73, O-86, O-87, O-91, O-92, O-96 and O-97; CASES.md tells of each."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import math
 import os
 import pathlib
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import pytest
 import torch
-from conftest import assert_close_as, assert_same_bits, kinds, relative_error
+from conftest import (
+    EVERY_RECIPE,
+    TOLERANCE,
+    assert_close_as,
+    assert_same_bits,
+    kinds,
+    relative_error,
+    skip_where_it_does_not_run,
+)
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import narrowfloat as nf
-from narrowfloat import ops, support
-from narrowfloat.fp4_weights import PackedFP4Linear, fp4_weight_matmul_op
-from narrowfloat.settings import FP4Layer
+from narrowfloat import formats, ops, support
+from narrowfloat.spec import DW, NEED_DX, SAVE_X
+from narrowfloat.w4a16 import PackedFP4Linear, fp4_weight_matmul_op
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SRC = str(pathlib.Path(nf.__file__).parents[1])
 
 
-def layer(recipe: str, k: int, n: int, device: str | None = None, dtype=BF16) -> nf.Linear:
+# without random bits, and whose calls do not change what the next ones give
+REPEATED = [r for r in EVERY_RECIPE if not (r.draws_dx or r.draws_dw or r.delayed)]
+
+
+def layer(
+    recipe: str | nf.Recipe, k: int, n: int, device: str | None = None, dtype=BF16
+) -> nf.Linear:
     return nf.Linear(k, n, device=device, dtype=dtype, recipe=recipe)
 
 
-def rounded_to_nearest(recipe: str) -> nf.Recipe | nf.FP4Recipe:
+def rounded_to_nearest(recipe: str) -> nf.Recipe:
     """Without the random bits, which graphs that replay at once would take from one generator."""
     return (
-        nf.RECIPES[recipe] if recipe == "fp8" else nf.FP4Recipe(recipe, recipe, True, True, False)
+        nf.RECIPES[recipe] if recipe == "fp8" else nf.fp4_recipe(recipe, recipe, True, True, False)
     )
 
 
@@ -80,11 +94,11 @@ def test_o59_a_device_that_is_not_the_current_one(cuda, recipe):
             other = 1 - there
             made = copy.deepcopy(base).to(f"cuda:{there}")
             xd, gd = x.to(f"cuda:{there}"), g.to(f"cuda:{there}")
-            held = torch.cuda.memory_allocated(other)
+            before = torch.cuda.memory_allocated(other)
             torch.cuda.reset_peak_memory_stats(other)
             results.append(step(made, xd, gd))
             assert all(t.device.index == there for t in results[-1])
-            assert torch.cuda.max_memory_allocated(other) == held
+            assert torch.cuda.max_memory_allocated(other) == before
             assert torch.cuda.current_device() == current
             torch.cuda.synchronize(there)
     finally:
@@ -109,16 +123,11 @@ def cards(monkeypatch):
             "get_device_capability",
             lambda device=0: capabilities[torch.device(device).index or 0],
         )
-        for found in (support.ready, support.ready_fp4):
-            found.difference_update({d for d in found if d.type == "cuda"})
+        monkeypatch.setattr(support, "_ready", {})
 
     # a fake tensor on a card would touch the card
     monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda *_: None)
-    known = set(support.ready), set(support.ready_fp4)
-    yield pretend
-    for found, before in zip((support.ready, support.ready_fp4), known, strict=True):
-        found.clear()
-        found.update(before)
+    return pretend
 
 
 def fake_operands(index: int) -> tuple[FakeTensorMode, Tensor, Tensor]:
@@ -204,6 +213,19 @@ def test_o92_a_supported_architecture_is_taken(cards, capability, recipe):
         assert nf.linear(x, w, None, recipe).device == x.device
 
 
+def test_emulation_says_so_once(cards) -> None:
+    """By kind and device; a second recipe of the kind is quiet."""
+    cards((9, 0))
+    device = torch.device("cuda", 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for recipe in ("mxfp8", "mxfp8", "fp8_block", "fp8_row", "fp8_block_pow2"):
+            support.require(nf.RECIPES[recipe], device)
+        support.require(nf.block_recipe("another", "mx", "bf16", "mx"), device)
+    assert [w.category for w in caught] == [support.EmulationWarning]
+    assert "recipe mxfp8 on cuda:0" in str(caught[0].message)
+
+
 def test_o66_mixed_devices_are_named(recipe):
     """O-66: the operand on another device is named, with both devices."""
     x, w, bias = torch.randn(8, 16), torch.randn(32, 16), torch.randn(32)
@@ -262,13 +284,15 @@ def test_o66_scales_on_the_cpu_are_named(cuda):
     a, b = nf.quantize(x.to(cuda)), nf.quantize(w.to(cuda))
     with pytest.raises(ValueError, match="a_scale on cuda.*cpu"):
         ops.scaled_mm(a.data, b.data, a.scale.cpu(), b.scale)
-    whole = FP4Layer(wanted=True, dw_dtype=F32).pack()
-    saved = ops.fp4_linear_forward(x.to(cuda), w.to(cuda), None, whole)[1:]
+    recipe = rounded_to_nearest("nvfp4")
+    saved = ops.linear_forward(x.to(cuda), w.to(cuda), None, recipe.forward_spec | SAVE_X)[1:]
     dy, names = torch.randn(8, 32, device=cuda), ("x_columns", "x_columns_scales", "scales")
     for i, name in enumerate(names):
         moved = [t.cpu() if j == i else t for j, t in enumerate(saved)]
         with pytest.raises(ValueError, match=f"expected {name} on cuda.*cpu"):
-            ops.fp4_linear_backward(dy, *moved, w.to(cuda), None, 16, whole)
+            ops.linear_backward(
+                dy, *moved, w.to(cuda), None, 16, recipe.backward_spec | NEED_DX | DW[F32]
+            )
 
 
 def test_o66_the_cpu_alone_works(recipe):
@@ -305,7 +329,7 @@ def test_o61_other_streams(cuda, recipe):
 
 @pytest.mark.gpu
 def test_o61_reused_weights_on_other_streams(cuda):
-    """O-61: a weight held on one stream is not read on another before it is written."""
+    """O-61: a weight cached on one stream is not read on another before it is written."""
     made = nf.FP8Linear(256, 128, device=cuda, dtype=BF16)
     g = torch.ones(64, 128, device=cuda, dtype=BF16)
     x = torch.randn(64, 256, device=cuda, dtype=BF16)
@@ -404,6 +428,42 @@ def test_graphs_replayed_beside_each_other(cuda, recipe, size):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recipe", REPEATED, ids=str)
+def test_o61_o62_o68_streams_graphs_and_no_sync(cuda: str, recipe: nf.Recipe) -> None:
+    """O-61: another stream's input; O-62: a captured graph replays right after its memory was
+    given to others; O-68: the host waits for nothing."""
+    skip_where_it_does_not_run(recipe, cuda)
+    made = layer(recipe, 256, 192, cuda)
+    x = torch.randn(128, 256, device=cuda, dtype=BF16)
+    g = torch.randn(128, 192, device=cuda, dtype=BF16)
+    want = [t.clone() for t in step(made, x, g)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(made, x, g)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    value = x.clone()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.no_grad():
+        for _ in range(20):
+            x.zero_()
+            torch.cuda._sleep(1_000_000)
+            x.copy_(value)
+            assert_same_bits(made(x), want[0])
+    torch.cuda.synchronize()
+    graph, results = captured(made, x, g)
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 20,), 7, device=cuda) for _ in range(8)]
+    for _ in range(20):
+        graph.replay()
+    for a, b in zip(results, want, strict=True):
+        assert_same_bits(a, b)
+    assert all((t == 7).all() for t in others)
+
+
+@pytest.mark.gpu
 def test_o63_captures_do_not_pile_up(cuda, recipe):
     """O-63: free device memory after 50 captures is that after 5, within 64 MB."""
     made = layer(recipe, 256, 128, cuda)
@@ -454,7 +514,7 @@ def test_o64_the_first_cuda_work_of_a_process(cuda, first, recipe):
 
 @pytest.mark.gpu
 def test_o65_a_capture_leaves_no_flag_behind(cuda, recipe):
-    """O-65: after a capture with held weights, another module's graph follows its own weight."""
+    """O-65: after a capture with cached weights, another module's graph follows its own weight."""
     a, b = (layer(recipe, 128, 64, cuda) for _ in range(2))
     x = torch.randn(32, 128, device=cuda, dtype=BF16)
     g = torch.randn(32, 64, device=cuda, dtype=BF16)
@@ -521,7 +581,7 @@ def test_o68_no_host_synchronization(cuda, recipe, shape, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 40, 100])
 def test_o68_packed_weights_do_not_synchronize(cuda, tokens):
-    """O-68: nor does a layer with packed weights, whichever way its product runs."""
+    """O-68: nor does a layer with packed weights, whichever way its GEMM runs."""
     made = PackedFP4Linear.from_linear(nn.Linear(256, 96, device=cuda, dtype=BF16), "nvfp4")
     x = torch.randn(tokens, 256, device=cuda, dtype=BF16)
     right = made(x)
@@ -557,7 +617,7 @@ def test_o68_returns_before_the_device_is_done(cuda, recipe):
 
 @pytest.mark.gpu
 def test_o67_memory_does_not_grow_with_steps(cuda, recipe):
-    """O-67: 32 layers: allocated memory after 10 steps is that after 300, held weights too."""
+    """O-67: 32 layers: allocated memory after 10 steps is that after 300, cached weights too."""
     model = nn.Sequential(*[layer(recipe, 64, 64, cuda) for _ in range(32)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
     x = torch.randn(48, 64, device=cuda, dtype=BF16)
@@ -567,7 +627,7 @@ def test_o67_memory_does_not_grow_with_steps(cuda, recipe):
         optimizer.step()
         optimizer.zero_grad()
 
-    def held() -> None:
+    def cached() -> None:
         with nf.reuse_weights(model):
             train()
 
@@ -575,13 +635,32 @@ def test_o67_memory_does_not_grow_with_steps(cuda, recipe):
         with torch.no_grad():
             model(x)
 
-    for one, steps in ((infer, 300), (train, 300), (held, 100)):
+    for one, steps in ((infer, 300), (train, 300), (cached, 100)):
         for i in range(steps):
             one()
             if i == 9:
                 torch.cuda.synchronize()
                 after_10 = torch.cuda.memory_allocated()
         assert torch.cuda.memory_allocated() - after_10 < 1 << 20, one.__name__
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", EVERY_RECIPE, ids=str)
+def test_o67_memory_does_not_grow(cuda: str, recipe: nf.Recipe) -> None:
+    """O-67: 8 layers, and only y after a forward without gradients."""
+    skip_where_it_does_not_run(recipe, cuda)
+    model = nn.Sequential(*(layer(recipe, 256, 256, cuda) for _ in range(8)))
+    x = torch.randn(512, 256, device=cuda, dtype=BF16)
+    allocated = []
+    for _ in range(100):
+        model.zero_grad()
+        model(x).sum().backward()
+        allocated.append(torch.cuda.memory_allocated())
+    assert allocated[-1] - allocated[9] < 1 << 20
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        y = model(x)
+    assert torch.cuda.memory_allocated() - before <= y.numel() * 2 + 512
 
 
 @pytest.mark.gpu
@@ -627,8 +706,10 @@ def test_o70_nothing_is_left_after_backward(cuda, recipe, reuse):
     assert left(lambda: layer(recipe, 512, 512, cuda), True) <= plain
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "mxfp4", "fp8_row", "fp8_block_bf16_wgrad"])
 def test_o70_nothing_is_left_in_python(device, recipe):
     """O-70: nor does any tensor outlive the step in Python: none more after five steps than one."""
+    skip_where_it_does_not_run(recipe, device)
     first, second = layer(recipe, 32, 64, device, F32), layer(recipe, 64, 32, device, F32)
     model = nn.Sequential(first, nn.ReLU(), second)
     x = torch.randn(16, 32, device=device)
@@ -648,7 +729,7 @@ def test_o70_nothing_is_left_in_python(device, recipe):
     assert counts[-1] <= counts[1], counts  # the first round is torch's own warm-up
 
 
-# products of quantized operands
+# GEMMs of quantized operands
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, F32, F16])
@@ -680,7 +761,7 @@ def test_o69_each_scale_counts(device, formats, out_dtype):
 
 @pytest.mark.parametrize("out_dtype", [BF16, F32, F16])
 def test_o69_each_scale_of_fp4_counts(device, out_dtype):
-    """O-69: the scale of packed weights changes their product by exactly its factor, for few
+    """O-69: the scale of packed weights changes their GEMM by exactly its factor, for few
     tokens and many, and no bias; so does the saved scale of x its weight gradient, and an
     FP4Tensor's scale its values."""
     w = PackedFP4Linear.from_linear(nn.Linear(96, 40, device=device), "nvfp4")
@@ -695,14 +776,15 @@ def test_o69_each_scale_of_fp4_counts(device, out_dtype):
         d = fp4_weight_matmul_op(x, w.packed, one, bias, 40, out_dtype, False)
         assert relative_error(d, base.double() + bias.double()) < 2**-7
     x, w, dy = (torch.randn(s, device=device) for s in ((48, 64), (32, 64), (48, 32)))
-    for mx in (False, True):
-        whole = FP4Layer(mx, rotate=True, wanted=True, dw_dtype=out_dtype).pack()
-        codes, codes_scales, scale = ops.fp4_linear_forward(x, w, None, whole)[1:]
-        base = ops.fp4_linear_backward(dy, codes, codes_scales, scale, w, None, 64, whole)[1]
-        d = ops.fp4_linear_backward(dy, codes, codes_scales, scale * 4, w, None, 64, whole)[1]
+    for format in ("nvfp4", "mxfp4"):
+        recipe = rounded_to_nearest(format)
+        spec = recipe.backward_spec | DW[out_dtype]
+        *saved, scales = ops.linear_forward(x, w, None, recipe.forward_spec | SAVE_X)[1:]
+        base = ops.linear_backward(dy, *saved, scales, None, None, 64, spec)[1]
+        d = ops.linear_backward(dy, *saved, scales * 4, None, None, 64, spec)[1]
         normal = base.abs() > torch.finfo(out_dtype).tiny * 4
         assert base.any() and torch.equal(d[normal], (base * 4)[normal])
-        q = nf.quantize(x, "mxfp4" if mx else "nvfp4")
+        q = nf.quantize(x, format)
         assert torch.equal(q._replace(scale=q.scale * 4).dequantize(), q.dequantize() * 4)
 
 
@@ -711,18 +793,18 @@ def test_o73_shapes_of_the_scale_of_packed_weights(device):
     made = PackedFP4Linear.from_linear(nn.Linear(64, 32, device=device), "nvfp4")
     x = torch.randn(4, 64, device=device).to(BF16)
 
-    def product(scale: Tensor) -> Tensor:
+    def multiply(scale: Tensor) -> Tensor:
         return fp4_weight_matmul_op(x, made.packed, scale, None, 32, F32, False)
 
-    right = product(made.scale)
+    right = multiply(made.scale)
     for shape in ((), (1,), (1, 1)):
         scale = made.scale.reshape(shape)
-        assert_same_bits(product(scale), right)
+        assert_same_bits(multiply(scale), right)
         torch._dynamo.reset()
-        compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(multiply, backend="aot_eager", fullgraph=True)
         assert_same_bits(compiled(scale), right)
     with pytest.raises(ValueError, match="expected the scale"):
-        product(torch.ones(2, device=device))
+        multiply(torch.ones(2, device=device))
 
 
 @pytest.mark.parametrize("tokens", [4, 80])
@@ -759,7 +841,77 @@ def test_o97_output_dtype(device):
         ops.scaled_mm(a.dequantize(), b.data, a.scale, b.scale)
 
 
+def test_o97_results_are_never_narrow(device, each_recipe):
+    """O-97: no layer takes an output dtype: y has x's, and FP8 operands are a TypeError."""
+    w = torch.randn(16, 32, device=device)
+    q = nf.quantize(torch.randn(8, 32, device=device), "fp8_row")
+    for bad in ((q.data, w), (w, q.data)):
+        with pytest.raises(TypeError, match="expected [xw] in float32, bfloat16 or float16"):
+            nf.linear(*bad, None, each_recipe)
+
+
+@pytest.mark.parametrize("version", [120900, 130100, 130501, 130600])
+def test_o96_mxfp8_on_sm120_with_old_and_new_libraries(version: int) -> None:
+    """O-96: all GEMMs are TN, from copies whose contraction is contiguous, so that one route serves
+    every version."""
+    route = support.route("mx", support.SM120, version)
+    assert route.name == "native"
+    x, w = torch.randn(40, 72), torch.randn(24, 72)
+    _, columns, _, _ = ops.linear_forward(x, w, None, nf.RECIPES["mxfp8"].forward_spec | SAVE_X)
+    assert columns.shape == (formats.padded(72), formats.padded32(40)) and columns.is_contiguous()
+
+
 # determinism
+
+
+# x has no scale that the batch is in
+ROWS_ALONE = [r for r in EVERY_RECIPE if r.fprop.a is not None and not r.fprop.a.of.tensor_scale]
+
+
+@pytest.mark.parametrize("recipe", ROWS_ALONE, ids=str)
+def test_o86_a_row_alone_and_in_batches(device: str, recipe: nf.Recipe) -> None:
+    """O-86: without an option for it a row's bits may depend on the batch, as README says: by no
+    more than one bf16 step of the row's largest value. Its codes and scales never do."""
+    skip_where_it_does_not_run(recipe, device)
+    format = recipe.fprop.a.of.format
+    x = torch.randn(1024, 512, device=device, dtype=BF16)
+    w = torch.randn(256, 512, device=device, dtype=BF16)
+    alone = nf.linear(x[:1], w, None, recipe)
+    bf16_step = 2.0 ** (math.floor(math.log2(alone.abs().max().item())) - 7)
+    one = nf.quantize(x[:1], format)
+    for m in (2, 17, 33, 128, 257, 1024):
+        y = nf.linear(x[:m], w, None, recipe)
+        assert (y[:1].float() - alone.float()).abs().max() <= bf16_step
+        many = nf.quantize(x[:m], format)
+        assert_same_bits(many.data[:1], one.data)
+        assert_same_bits(many.scales[:1], one.scales)
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "wgrad"])
+@pytest.mark.parametrize("recipe", REPEATED, ids=str)
+def test_o87_long_sums_of_every_recipe(device: str, recipe: nf.Recipe, gemm: str) -> None:
+    """O-87: K = 65536 and a small output, where a library would split K: equal bits each run, and
+    the error of one fp32 sum."""
+    skip_where_it_does_not_run(recipe, device)
+    runs, long = (100, 65536) if device == "cuda" else (3, 8192)
+    x, w = (torch.randn(64, long, device=device, dtype=BF16) for _ in range(2))
+    torch.use_deterministic_algorithms(True)
+    try:
+        if gemm == "fprop":
+            results = [nf.linear(x, w, None, recipe) for _ in range(runs)]
+        else:
+            leaf = torch.zeros(64, 64, device=device, dtype=BF16, requires_grad=True)
+            y = nf.linear(x.t().contiguous(), leaf, None, recipe)
+            g = w.t().contiguous()
+            results = [torch.autograd.grad(y, leaf, g, retain_graph=True)[0] for _ in range(runs)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+    want = x.double() @ w.double().t()
+    want = want if gemm == "fprop" else want.t()
+    kind = kinds(recipe)[0 if gemm == "fprop" else 2]
+    assert relative_error(results[0], want) < max(TOLERANCE[kind], 0.08)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -803,7 +955,7 @@ def test_o87_long_sums_are_deterministic_in_fp4(device, format, dtype):
     runs = 100 if device == "cuda" else 2
     long = 65536 if device == "cuda" else 4096  # the reference is slow
     a, b = (torch.randn(64, long, device=device).to(dtype) for _ in range(2))
-    recipe = nf.FP4Recipe(format, format, weights_2d=False)
+    recipe = nf.fp4_recipe(format, format, weights_2d=False)
     x, g, w = b.t().contiguous(), a.t().contiguous(), torch.randn(64, 64, device=device).to(dtype)
     torch.use_deterministic_algorithms(True)
     try:
@@ -826,7 +978,7 @@ def test_o87_long_sums_are_deterministic_in_fp4(device, format, dtype):
 
 @pytest.mark.parametrize("tokens", [1, 33, 80])
 def test_o87_packed_weights_are_deterministic(device, tokens):
-    """O-87: K = 65536 over packed weights, where the product splits K."""
+    """O-87: K = 65536 over packed weights, where the GEMM splits K."""
     long = 65536 if device == "cuda" else 4096
     made = PackedFP4Linear.from_linear(nn.Linear(long, 64, False, device), "nvfp4")
     x = torch.randn(tokens, long, device=device)

@@ -1,4 +1,4 @@
-"""Decides that convert() changes exactly the layers it should, in place, and says what it did."""
+"""convert() changes exactly the layers it should, in place, and says what it did."""
 
 from __future__ import annotations
 

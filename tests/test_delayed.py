@@ -1,5 +1,5 @@
-"""Decides that scales from the steps before are what reference_delayed.py says: each tensor read
-once, nothing saturated, each micro-batch counted and none twice."""
+"""Delayed scaling is what reference/delayed.py says: each tensor read once, nothing saturated, each
+micro-batch counted and none twice."""
 
 from __future__ import annotations
 
@@ -13,12 +13,23 @@ from conftest import assert_same_bits, capture
 from torch.utils.checkpoint import checkpoint
 
 import narrowfloat as nf
-from narrowfloat import _binary, history, ops, reference, reference_delayed
-from narrowfloat.formats import BY_CODE
-from narrowfloat.reference_delayed import FIRST, MARK
-from narrowfloat.settings import GUARDED, JOINS, NEED_DX, SAVE_X
+from narrowfloat import _binary, amax_history, ops
+from narrowfloat.cast import Cast
+from narrowfloat.formats import E4M3, E5M2
+from narrowfloat.reference import delayed, linear, tensor
+from narrowfloat.reference.delayed import FIRST, MARK
+from narrowfloat.spec import (
+    BACKWARD_JOINS,
+    DW,
+    FORWARD_JOINS,
+    NEED_DX,
+    SAVE_X,
+    W_MEASURED,
+    both,
+)
 
 RECIPE = nf.RECIPES["fp8_delayed"]
+UNGUARDED = nf.Recipe("unguarded", delayed=nf.Delayed(guard=False))
 
 
 def row_of(layer: nf.Linear, tensor: int, at: int = 0) -> float:
@@ -62,26 +73,28 @@ def test_a_tensor_within_its_scale_keeps_it(device: str) -> None:
     nf.step(layer)
     covered = [row_of(layer, i) for i in range(3)]
     y, dx, dw, _ = gradients(layer, x, dy)
-    operands = {"x": (x, 0), "w": (layer.weight.detach(), 0), "dy": (dy, 1)}
+    operands = {"x": (x, E4M3), "w": (layer.weight.detach(), E4M3), "dy": (dy, E5M2)}
     scale = {
-        name: reference.pad(
-            torch.stack(reference.scale_from_amax(torch.tensor(c), BY_CODE[code])), (0, 2)
-        ).to(device)
-        for c, (name, (_, code)) in zip(covered, operands.items(), strict=True)
-    }
-    q = {
-        name: ops.quantize_op(t, code, True, True, scale[name])
-        for name, (t, code) in operands.items()
-    }
-
-    def product(a: str, b: str, side_a: int, side_b: int, bias: torch.Tensor | None = None):
-        return ops.scaled_mm_op(
-            q[a][side_a], q[b][side_b], scale[a], scale[b], bias, torch.bfloat16, False
+        name: tensor.pad(torch.stack(tensor.scale_from_amax(torch.tensor(c), fmt)), (0, 2)).to(
+            device
         )
+        for c, (name, (_, fmt)) in zip(covered, operands.items(), strict=True)
+    }
+    rows, columns = {}, {}
+    for name, (t, fmt) in operands.items():
+        how = Cast(fmt.name)
+        made = ops.quantize_op(t, both(how, how).pack(), scale[name])
+        rows[name], columns[name] = made[0], made[2]
 
-    assert_same_bits(y, product("x", "w", 0, 0, layer.bias.detach())[:40, :48], "y")
-    assert_same_bits(dx, product("dy", "w", 0, 1)[:40, :64], "dx")
-    assert_same_bits(dw, product("dy", "x", 1, 1)[:48, :64], "dw")
+    def multiplied(
+        a: str, of_a: dict, b: str, of_b: dict, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return ops.scaled_mm_op(of_a[a], of_b[b], scale[a], scale[b], bias, torch.bfloat16, False)
+
+    bias = layer.bias.detach()
+    assert_same_bits(y, multiplied("x", rows, "w", rows, bias)[:40, :48], "y")
+    assert_same_bits(dx, multiplied("dy", rows, "w", columns)[:40, :64], "dx")
+    assert_same_bits(dw, multiplied("dy", columns, "x", columns)[:48, :64], "dw")
 
 
 @pytest.mark.parametrize("guard", [True, False])
@@ -235,12 +248,12 @@ def test_what_a_layer_is_to_others(device: str) -> None:
 
 def test_layers_that_are_gone_are_not_followed(device: str) -> None:
     gc.collect()
-    before = len(history._followed)
+    before = len(amax_history._followed)
     layer = layer_of(device)
-    assert len(history._followed) == before + 1
+    assert len(amax_history._followed) == before + 1
     del layer
     gc.collect()
-    assert len(history._followed) == before
+    assert len(amax_history._followed) == before
 
 
 def test_convert(device: str) -> None:
@@ -296,15 +309,16 @@ def test_compiled_as_eager(device: str) -> None:
         nf.step()
 
 
-@pytest.mark.parametrize("joins", [0, JOINS])
-def test_opcheck(device: str, joins: int) -> None:
-    rows = history.fresh(nf.Delayed(), device)
-    settings = RECIPE.forward_settings | GUARDED | joins
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("recipe", [RECIPE, UNGUARDED], ids=str)
+def test_opcheck(device: str, recipe: nf.Recipe, joins: bool) -> None:
+    rows = amax_history.fresh(recipe.delayed, device)
     x, w, dy = draw(device, 24, 64), draw(device, 48, 64), draw(device, 24, 48)
-    forward = (x, w, None, rows, settings | SAVE_X)
-    _, columns, scales = ops.delayed_linear_forward(*forward)
-    settings = RECIPE.backward_settings | GUARDED | joins | NEED_DX
-    backward = (dy, columns, scales, w, rows, 64, settings)
+    spec = recipe.forward_spec | recipe.save_x | recipe.keep_w
+    forward = (x, w, None, rows, spec | (FORWARD_JOINS if joins else 0))
+    _, columns, _, scales = ops.delayed_linear_forward(*forward)
+    spec = recipe.backward_spec | W_MEASURED | NEED_DX | (BACKWARD_JOINS if joins else 0)
+    backward = (dy, columns, scales, w, rows, 64, spec)
     # torch cannot compare FP8 as test_schema does: what is written to is looked at here
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     for op, arguments in (
@@ -318,7 +332,7 @@ def test_opcheck(device: str, joins: int) -> None:
         for a, b in zip(arguments, before, strict=True):
             if isinstance(a, torch.Tensor):
                 same = torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-                assert same != (a is rows and joins != 0)
+                assert same != (a is rows and joins)
 
 
 @pytest.mark.parametrize(
@@ -357,31 +371,34 @@ def test_kernels_equal_the_reference(cuda: str, shape: tuple, dtype: torch.dtype
     """Codes, scales and histories over steps that grow, shrink and break; small tensors, in one
     launch, and large ones, in two."""
     m, k, n = shape
-    for guarded in (0, GUARDED):
-        here = history.fresh(nf.Delayed(length=3), cuda)
+    for recipe in (UNGUARDED, RECIPE):
+        guarded = recipe.delayed.guard
+        here = amax_history.fresh(nf.Delayed(length=3), cuda)
         there = here.cpu()
         for factor in (1.0, 0.5, 8.0, float("nan"), 1.0, 1e-3):
             x, w = factor * torch.randn(m, k), torch.randn(n, k)
             dy = factor * torch.randn(m, n)
             x, w, dy = (t.to(dtype) for t in (x, w, dy))
-            settings = RECIPE.forward_settings | guarded | JOINS | SAVE_X
-            back = RECIPE.backward_settings | guarded | JOINS | NEED_DX
-            got = ops.delayed_linear_forward(x.to(cuda), w.to(cuda), None, here, settings)
+            spec = recipe.forward_spec | FORWARD_JOINS | SAVE_X | recipe.keep_w
+            back = recipe.backward_spec | BACKWARD_JOINS | NEED_DX | DW[dtype] | W_MEASURED
+            _, columns, _, scales = ops.delayed_linear_forward(
+                x.to(cuda), w.to(cuda), None, here, spec
+            )
             rows = [r.clone() for r in there]
-            scales = [
-                reference_delayed.scale_by_history(t, BY_CODE[0], r, settings)
+            of_x, of_w = (
+                delayed.scale_by_history(t, E4M3, r, guarded, joins=True)
                 for t, r in zip((x, w), rows, strict=False)
-            ]
-            _, columns, _ = reference.quantize(x, 0, False, True, scales[0])
-            assert_same_bits(got[1].cpu(), columns, "x columns")
-            assert_same_bits(got[2].cpu(), torch.cat(scales), "scales")
-            reference_delayed.scale_by_history(dy, BY_CODE[1], rows[2], back)
+            )
+            want = linear.quantize(x, both(None, Cast("e4m3")).pack(), of_x)[2]
+            assert_same_bits(columns.cpu(), want, "x columns")
+            assert_same_bits(scales.cpu(), torch.cat([of_x, of_w]), "scales")
+            delayed.scale_by_history(dy, E5M2, rows[2], guarded, joins=True)
             there = torch.stack(rows)
-            ops.delayed_linear_backward(dy.to(cuda), got[1], got[2], w.to(cuda), here, k, back)
+            ops.delayed_linear_backward(dy.to(cuda), columns, scales, w.to(cuda), here, k, back)
             assert_same_bits(here.cpu(), there, "history")
             stream = torch.cuda.current_stream().cuda_stream
             _binary.module.roll_histories([here.data_ptr()], 3, here.shape[1], False, 0, stream)
-            reference_delayed.roll(there, False, 0)
+            delayed.roll(there, False, 0)
             assert_same_bits(here.cpu(), there, "rolled history")
 
 

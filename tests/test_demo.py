@@ -1,4 +1,4 @@
-"""Decides what the demo must keep: its split, its batches, its files, and what it refuses."""
+"""What the demo must keep: its split, its batches, its files, and what it refuses."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_fp4_recipes_leave_the_last_block_too() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["fp8_row", "fp8_block_bf16_wgrad", "mxfp8"])
-def test_recipes_with_finer_scales_take_every_block(recipe: str) -> None:
+def test_rowwise_and_blockwise_recipes_take_every_block(recipe: str) -> None:
     model = demo.build(TINY, 0, recipe, CPU)
     made = [n for n, m in model.named_modules() if isinstance(m, demo.narrowfloat.Linear)]
     assert len(made) == 4 * TINY.layers

@@ -1,5 +1,5 @@
-"""Decides that FP4 products reach cuBLASLt as FP4 tensor cores take them, up to the launch: csrc's
-own host code on a pretended library (emulation/cublaslt_entry.cpp), which none of it ran on."""
+"""Tests that FP4 GEMMs reach cuBLASLt as FP4 tensor cores take them, up to the launch: csrc's own
+host code on a pretended library (emulation/cublaslt_entry.cpp), which none of it ran on."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import torch
 from conftest import relative_error
 from torch import Tensor
 
-from narrowfloat import reference_fp4
+import narrowfloat as nf
+from narrowfloat import spec
+from narrowfloat.cast import Cast
 from narrowfloat.formats import padded, padded32
-from narrowfloat.settings import FP4Layer, FP4Quantize, Orientation
+from narrowfloat.reference import fp4, linear
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TYPES = {F32: 0, BF16: 1, F16: 2}
 SEED = torch.tensor([3, -8])
 E2M1, REAL = 33, {F32: 0, BF16: 14, F16: 2}  # CUDA's numbers of the types
-ON = Orientation(True)
 B200, GEFORCE, OLD, H200 = 0, 1, 2, 3  # device numbers: a device's table is read once
 
 
@@ -32,7 +33,7 @@ class Operand(ctypes.Structure):
     ]
 
 
-class Product(ctypes.Structure):
+class Gemm(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("m", "n", "k", "d_type")),
         ("a", Operand),
@@ -60,7 +61,7 @@ class Library:
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self.loaded = loaded
-        loaded.run_product.restype = loaded.last_refusal.restype = ctypes.c_char_p
+        loaded.run_gemm.restype = loaded.last_refusal.restype = ctypes.c_char_p
         loaded.last_call.restype = ctypes.POINTER(Call)
         for name in ("plans", "takes_fp4", "would_take_fp4"):
             getattr(loaded, name).restype = ctypes.c_int64
@@ -69,7 +70,7 @@ class Library:
         numbers = (capability, version, offers, launches, capturing)
         self.loaded.pretend(*map(ctypes.c_int64, numbers))
 
-    def product(
+    def gemm(
         self,
         a: tuple[Tensor, Tensor | None],
         b: tuple[Tensor, Tensor | None],
@@ -88,12 +89,12 @@ class Library:
             ld = codes.shape[1] * (1 if scales is None else 2)
             at = None if scales is None else scales.data_ptr()
             operands.append(Operand(codes.data_ptr(), at, rows, ld))
-        job = Product(
+        job = Gemm(
             m, n, k, TYPES[dtype], *operands, self.alpha.data_ptr(),
             None if bias is None else bias.data_ptr(), 0 if bias is None else TYPES[bias.dtype],
             device, self.d.data_ptr(),
         )  # fmt: skip
-        error = self.loaded.run_product(ctypes.byref(job))
+        error = self.loaded.run_gemm(ctypes.byref(job))
         if error is not None:
             raise RuntimeError(error.decode())
         return self.d
@@ -110,7 +111,7 @@ class Library:
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder, flags = tmp_path_factory.mktemp("cublaslt_emulation"), emulated.with_host_code()
-    return emulated.build(folder, "cublaslt_entry.cpp", ["difference", "epilogue"], flags)
+    return emulated.build(folder, "cublaslt_entry.cpp", ["gemm/difference", "gemm/epilogue"], flags)
 
 
 @pytest.fixture
@@ -128,82 +129,68 @@ def aligned(t: Tensor) -> Tensor:
     return view.copy_(t)
 
 
-def packed(x: Tensor, mx: bool, **choices: bool) -> tuple[Tensor, Tensor, float]:
-    """Rows of x as fp4_quantize packs them: (codes, scales, tensor scale)."""
-    two_d = choices.pop("two_d", False)
-    how = FP4Quantize(ON._replace(**choices), mx=mx, two_d=two_d).pack()
-    codes, scales, _, _, scale = reference_fp4.fp4_quantize(x, SEED, how)
-    return aligned(codes), aligned(scales), scale[0].item()
+def packed(x: Tensor, format: str = "nvfp4", **options: bool) -> tuple[Tensor, Tensor, float]:
+    """Rows of x as quantize packs them: (codes, scales, tensor scale)."""
+    return of_cast(x, Cast("e2m1", format, **options))
+
+
+def of_cast(x: Tensor, cast: Cast, side: int = 0) -> tuple[Tensor, Tensor, float]:
+    """x [R, C] along C; side 1 where it is a tensor's transposed view."""
+    q = linear.quantize_operand(x, cast, None, SEED, side)
+    return aligned(q.codes), aligned(q.scales), q.scale[0].item()
 
 
 SIZES = [(1, 16, 16), (50, 128, 64), (33, 72, 100), (7, 15, 200), (130, 136, 136)]
 
 
 @pytest.mark.parametrize("dtype", list(TYPES))
-@pytest.mark.parametrize("mx", [False, True])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_product(
-    library: Library, sizes: tuple[int, int, int], mx: bool, dtype: torch.dtype
+def test_gemm(
+    library: Library, sizes: tuple[int, int, int], format: str, dtype: torch.dtype
 ) -> None:
-    """Codes and scale tiles lie as the library reads them: the product is the reference's, ragged
+    """Codes and scale tiles lie as the library reads them: the GEMM is the reference's, ragged
     or not, with any bias."""
     m, n, k = sizes
     x, w = torch.randn(m, k), torch.randn(n, k)
     x[0] *= 30  # scales apart
     w[:, : k // 2] *= 0.01
-    a, a_scales, a_scale = packed(x, mx)
-    b, b_scales, b_scale = packed(w, mx, two_d=not mx)
+    a, a_scales, a_scale = packed(x, format)
+    b, b_scales, b_scale = packed(w, format, square=format == "nvfp4")
     one = torch.ones(())
-    exact = reference_fp4.dequantize(a, a_scales, one, m, k).double()
-    exact = exact @ reference_fp4.dequantize(b, b_scales, one, n, k).double().t()
+    exact = fp4.dequantize(a, a_scales, one, m, k).double()
+    exact = exact @ fp4.dequantize(b, b_scales, one, n, k).double().t()
     exact = exact * float(torch.tensor(a_scale) * torch.tensor(b_scale))
     rounding = {F32: 1e-6, BF16: 2.0**-8, F16: 2.0**-11}[dtype]
     for bias in (None, torch.randn(n), torch.randn(n).to(BF16), torch.randn(n).half()):
-        d = library.product((a, a_scales), (b, b_scales), sizes, a_scale * b_scale, dtype, bias)
+        d = library.gemm((a, a_scales), (b, b_scales), sizes, a_scale * b_scale, dtype, bias)
         want = exact if bias is None else exact + bias.double()
         assert relative_error(d, want) < rounding + (0 if bias is None or dtype == F32 else 2**-9)
 
 
 @pytest.mark.parametrize(
-    "name, choices",
-    {
-        "nvfp4": FP4Layer(False, True, True, True),
-        "mxfp4": FP4Layer(True, False, True, True),
-        "nvfp4 four over six": FP4Layer(False, True, True, True, True, True),
-    }.items(),
+    "recipe",
+    [r for r in nf.RECIPES.values() if r.kinds == ("fp4",)],
+    ids=lambda recipe: recipe.name,
 )
 @pytest.mark.parametrize("m, k, n", [(48, 64, 32), (50, 100, 72), (17, 33, 15)])
-def test_all_three_products_of_a_layer(
-    library: Library, m: int, k: int, n: int, name: str, choices: FP4Layer
+def test_all_three_gemms_of_a_layer(
+    library: Library, m: int, k: int, n: int, recipe: nf.Recipe
 ) -> None:
     """y, dx and dw from packed operands, each quantized along its own contraction (the library has
     TN alone), the tensor scales in alpha: what the reference's layer gives."""
     x, w, dy = torch.randn(m, k), torch.randn(n, k) * 0.05, torch.randn(m, n) * 1e-3
-    settings = choices._replace(wanted=True, dw_dtype=F32).pack()
-    y, *saved = reference_fp4.fp4_linear_forward(x, w, None, settings)
-    dx, dw, _ = reference_fp4.fp4_linear_backward(dy, *saved, w, SEED, k, settings)
-
-    def both(t: Tensor, rows: Orientation, columns: Orientation, two_d: bool = False):
-        settings = FP4Quantize(rows, columns, choices.mx, two_d).pack()
-        r, rs, c, cs, scales = reference_fp4.fp4_quantize(t, SEED, settings)
-        return (
-            (aligned(r), aligned(rs), scales[0].item()),
-            (aligned(c), aligned(cs), scales[1].item()),
-        )
-
-    of_x = ON._replace(four_over_six=choices.four_over_six_x)
-    of_w = ON._replace(four_over_six=choices.four_over_six_w)
-    of_dy = ON._replace(stochastic=True)
-    x_rows, x_columns = both(x, of_x, of_x._replace(rotated=True))
-    w_rows, w_columns = both(w, of_w, of_w, choices.two_d_w)
-    dy_rows, dy_columns = both(dy, of_dy, of_dy._replace(rotated=True))
-    for a, b, sizes, want, what in (
-        (x_rows, w_rows, (m, n, k), y, "y"),
-        (dy_rows, w_columns, (m, k, n), dx, "dx"),
-        (dy_columns, x_columns, (n, k, m), dw, "dw"),
+    y, *saved = linear.linear_forward(x, w, None, recipe.forward_spec | recipe.save_x)
+    asked = recipe.backward_spec | spec.NEED_DX | spec.DW[F32]
+    dx, dw, _ = linear.linear_backward(dy, *saved, w, SEED, k, asked)
+    for gemm, (a, a_side), (b, b_side), sizes, want, what in (
+        (recipe.fprop, (x, 0), (w, 0), (m, n, k), y, "y"),
+        (recipe.dgrad, (dy, 0), (w.t(), 1), (m, k, n), dx, "dx"),
+        (recipe.wgrad, (dy.t(), 1), (x.t(), 1), (n, k, m), dw, "dw"),
     ):
-        got = library.product(a[:2], b[:2], sizes, a[2] * b[2])
-        assert relative_error(got, want) < 1e-5, (name, what)
+        of_a, of_b = of_cast(a, gemm.a, a_side), of_cast(b, gemm.b, b_side)
+        got = library.gemm(of_a[:2], of_b[:2], sizes, of_a[2] * of_b[2])
+        assert relative_error(got, want) < 1e-5, what
 
 
 @pytest.mark.parametrize("rotated", [False, True])
@@ -211,8 +198,8 @@ def test_mx_scales_are_pairs_of_powers_of_two(rotated: bool) -> None:
     """How 1 x 32 blocks go through a mode that has 1 x 16: both of a pair have the same E4M3 byte,
     a power of two, and the smallest and largest of 18 of them are exact."""
     x = torch.randn(70, 100) * torch.logspace(-8, 2, 70)[:, None]
-    _, tiled, _ = packed(x, True, rotated=rotated)
-    scales = reference_fp4.untile(tiled, 70, padded32(100))
+    _, tiled, _ = packed(x, "mxfp4", hadamard=rotated)
+    scales = fp4.untile(tiled, 70, padded32(100))
     assert torch.equal(scales[:, 0::2], scales[:, 1::2])
     values = scales.view(torch.float8_e4m3fn).double()
     values = values[values > 0]
@@ -224,11 +211,11 @@ def test_what_the_library_is_asked(library: Library) -> None:
     """Row-major d = a b^T is its column-major d^T: its a is our b, with b's scales; alpha and a
     beta of 0 come from the device, and its c is not its d."""
     m, n, k = 48, 32, 64
-    a, a_scales, _ = packed(torch.randn(m, k), False)
-    b, b_scales, _ = packed(torch.randn(n, k), False)
+    a, a_scales, _ = packed(torch.randn(m, k))
+    b, b_scales, _ = packed(torch.randn(n, k))
     bias = aligned(torch.randn(n).to(BF16))
     for dtype, given in ((BF16, None), (BF16, bias), (F32, None), (F32, bias)):
-        library.product((a, a_scales), (b, b_scales), (m, n, k), 0.125, dtype, given)
+        library.gemm((a, a_scales), (b, b_scales), (m, n, k), 0.125, dtype, given)
         call = library.call
         assert (call.a, call.b) == (b.data_ptr(), a.data_ptr())
         assert (call.a_scale, call.b_scale) == (b_scales.data_ptr(), a_scales.data_ptr())
@@ -237,9 +224,9 @@ def test_what_the_library_is_asked(library: Library) -> None:
         assert call.pointer_mode == 1 and (call.alpha, call.beta) == (0.125, 0)
         assert call.c not in (0, call.d) and call.d == library.d.data_ptr()
         assert call.epilogue == (4 if given is not None and dtype == BF16 else 1)
-    a, a_scales, _ = packed(torch.randn(m, 40), False)
-    b, b_scales, _ = packed(torch.randn(15, 40), False)
-    library.product((a, a_scales), (b, b_scales), (m, 15, 40), 1.0, BF16)
+    a, a_scales, _ = packed(torch.randn(m, 40))
+    b, b_scales, _ = packed(torch.randn(15, 40))
+    library.gemm((a, a_scales), (b, b_scales), (m, 15, 40), 1.0, BF16)
     assert (library.call.m, library.call.n, library.call.k) == (padded(15), m, 64)  # padded
     assert library.call.d != library.d.data_ptr()  # and then unpadded
 
@@ -250,11 +237,11 @@ def test_plan_keys(library: Library) -> None:
     m, n, k = 64, 96, 160
 
     def fp4(rows: int, depth: int) -> tuple[Tensor, Tensor]:
-        return packed(torch.randn(rows, depth), False)[:2]
+        return packed(torch.randn(rows, depth))[:2]
 
     def asked(*arguments, **how) -> tuple[int, int]:
         found, made = library.plans()
-        library.product(*arguments, **how)
+        library.gemm(*arguments, **how)
         now = library.plans()
         return now[0] - found, now[1] - made
 
@@ -286,10 +273,10 @@ def test_plan_keys(library: Library) -> None:
 def test_refusals(library: Library) -> None:
     """Where the library has no algorithm, or does not launch, the whole problem is in the error."""
     m, n, k = 24, 40, 224
-    a, b = (packed(torch.randn(rows, k), False)[:2] for rows in (m, n))
+    a, b = (packed(torch.randn(rows, k))[:2] for rows in (m, n))
     library.pretend(offers=0, version=120900)
     with pytest.raises(RuntimeError) as caught:
-        library.product(a, b, (m, n, k), 1.0, BF16)
+        library.gemm(a, b, (m, n, k), 1.0, BF16)
     for part in (
         "cuBLASLt offers no algorithm for",
         f"d [{m}, {n}] = a [{m}, {k}] e2m1",
@@ -302,27 +289,27 @@ def test_refusals(library: Library) -> None:
         assert part in str(caught.value), part
     library.pretend(launches=0)
     with pytest.raises(RuntimeError, match="cublasLtMatmul failed: CUBLAS_STATUS_NOT_SUPPORTED"):
-        library.product(a, b, (m, n, k), 1.0, BF16)
+        library.gemm(a, b, (m, n, k), 1.0, BF16)
     library.pretend()
-    library.product(a, b, (m, n, k), 1.0, BF16)  # nothing of it stays
+    library.gemm(a, b, (m, n, k), 1.0, BF16)  # nothing of it stays
     # a version that breaks a capture in which it chooses: what was planned before it runs
     library.pretend(version=130600, capturing=1)
-    library.product(a, b, (m, n, k), 1.0, BF16)
+    library.gemm(a, b, (m, n, k), 1.0, BF16)
     with pytest.raises(RuntimeError, match="ran before the capture.*e2m1"):
-        library.product(a, b, (m, n, k), 1.0, F32)
+        library.gemm(a, b, (m, n, k), 1.0, F32)
 
 
 @pytest.mark.parametrize("broken", ["k", "mixed"])
 def test_the_pretended_library_refuses(library: Library, broken: str) -> None:
     """Or the tests above show nothing."""
     m, n, k = 24, 40, 288
-    a, b = (packed(torch.randn(rows, k), False)[:2] for rows in (m, n))
+    a, b = (packed(torch.randn(rows, k))[:2] for rows in (m, n))
     if broken == "mixed":
         b = (aligned(torch.randn(n, k).to(BF16)), None)
     else:  # rows that are no whole words of 16 bytes
         a = (aligned(a[0][:, : (k - 16) // 2].contiguous()), a[1])
     with pytest.raises(RuntimeError, match="offers no algorithm"):
-        library.product(a, b, (m, n, k), 1.0)
+        library.gemm(a, b, (m, n, k), 1.0)
     why = {"k": b"K in words of 16 bytes", "mixed": b"both operands in e2m1"}[broken]
     assert library.loaded.last_refusal() == why
 

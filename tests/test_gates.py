@@ -1,4 +1,4 @@
-"""Decides that each gate of tools/gates.py refuses the wheel that it is there for."""
+"""Each gate of tools/gates.py refuses the wheel that it is there for."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Decides that the quantizing kernels compute what the reference says, without a GPU: their sources
-are compiled for the CPU, a fiber a CUDA thread (emulation/cuda_on_cpu.h). What the hardware adds,
-its memory model, its own conversions and its speed, is for the tests marked gpu."""
+"""Tests of the kernels that quantize with one scale a tensor, without a GPU: their sources are
+compiled for the CPU, a fiber a CUDA thread (emulation/cuda_on_cpu.h). What the hardware adds, its
+memory model, its own conversions and its speed, is for the tests marked gpu."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import pytest
 import torch
 from conftest import assert_same_bits
 
-from narrowfloat import reference
-from narrowfloat.formats import BY_CODE, padded
-from narrowfloat.reference_delayed import FIRST, MARK, roll, scale_by_history
-from narrowfloat.settings import GUARDED, JOINS
+from narrowfloat.cast import Cast
+from narrowfloat.formats import BY_CODE, E4M3, padded
+from narrowfloat.reference import linear
+from narrowfloat.reference.delayed import FIRST, MARK, roll, scale_by_history
+from narrowfloat.reference.tensor import known_or_measured
+from narrowfloat.spec import both
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -43,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory):
     library = emulated.build(
         tmp_path_factory.mktemp("emulation"),
         "entry.cpp",
-        ["history", "measure_kernels", "quantize_kernels"],
+        ["quantize/amax_history", "quantize/tensor_amax_kernels", "quantize/tensor_kernels"],
     )
     function = library.run_quantize
     function.restype = ctypes.c_int64
@@ -63,10 +65,11 @@ class Quantized:
         scale: torch.Tensor | None = None,
         sums: torch.dtype | None = None,
         history: torch.Tensor | None = None,
-        settings: int = 0,
+        guarded: bool = False,
+        joins: bool = False,
     ) -> None:
         m, k = x.shape
-        self.history, self.settings = history, settings
+        self.history, self.guarded, self.joins = history, guarded, joins
         self.before = None if history is None else history.clone()
         self.x, self.code, self.given, self.sums_type = x, code, scale is not None, sums
         garbage = lambda *size: torch.full(size, 0xAB, dtype=torch.uint8)  # noqa: E731
@@ -82,22 +85,21 @@ class Quantized:
             at(self.rows), at(self.columns), at(self.scale), int(self.given),
             at(self.sums), TYPES[self.sums_type or torch.float32],
             at(self.history), 0 if self.history is None else self.history.numel(),
-            int(bool(self.settings & GUARDED)), int(bool(self.settings & JOINS)),
+            self.guarded, self.joins,
         )  # fmt: skip
 
     def check(self, what: str) -> None:
-        given = self.scale if self.given else None
+        given, fmt = self.scale if self.given else None, BY_CODE[self.code]
         if self.history is not None:
-            fmt = BY_CODE[self.code]
-            given = scale_by_history(self.x, fmt, self.before, self.settings)
+            given = scale_by_history(self.x, fmt, self.before, self.guarded, self.joins)
             assert_same_bits(self.history, self.before, f"{what} history")
-        want = reference.quantize(self.x, self.code, True, True, given)
-        dtype = BY_CODE[self.code].dtype
-        assert_same_bits(self.scale, want[2], f"{what} scale")
+        cast = Cast(fmt.name)
+        rows, _, columns, _, scales = linear.quantize(self.x, both(cast, cast).pack(), given)
+        assert_same_bits(self.scale, scales[:4], f"{what} scale")
         if self.rows is not None:
-            assert_same_bits(self.rows.view(dtype), want[0], f"{what} rows")
+            assert_same_bits(self.rows.view(fmt.dtype), rows, f"{what} rows")
         if self.columns is not None:
-            assert_same_bits(self.columns.view(dtype), want[1], f"{what} columns")
+            assert_same_bits(self.columns.view(fmt.dtype), columns, f"{what} columns")
         if self.sums is not None:
             ref = self.x.double().sum(0)
             bound = 2.0**-7 * self.x.double().abs().sum(0) + 1e-30
@@ -126,6 +128,10 @@ def quantize(run, *jobs: Job, on: Device = TWO) -> int:
     launches = run((Job * len(jobs))(*jobs), *map(ctypes.c_int64, arguments))
     assert launches != 0, "it threw"
     return launches
+
+
+def measured(x: torch.Tensor) -> torch.Tensor:
+    return known_or_measured(x, E4M3)
 
 
 ONE_LAUNCH, TWO_LAUNCHES = Device(12), Device(2, cooperative=False)  # the first holds every shape
@@ -234,7 +240,7 @@ def test_what_is_not_written_shows(run) -> None:
     job = q.job()
     job.rows = 16
     quantize(run, job)
-    q.scale = reference.quantize(q.x, 0, True, True)[2]
+    q.scale = measured(q.x)
     with pytest.raises(AssertionError, match="rows: .* differ"):
         q.check("a row less")
 
@@ -271,31 +277,31 @@ def test_scales_by_history(run, name: str, on: Device) -> None:
         x = x.clamp(-4, 4).to(dtype)
         if special is not None:
             x[-1, -1] = special
-        for code, settings in ((0, 0), (1, GUARDED), (1, JOINS), (0, GUARDED | JOINS)):
+        for code, guarded, joins in ((0, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 1)):
             row = HISTORIES[name].clone()
-            q = Quantized(x, code, sums=torch.float32, history=row, settings=settings)
+            q = Quantized(
+                x, code, sums=torch.float32, history=row, guarded=bool(guarded), joins=bool(joins)
+            )
             launches = quantize(run, q.job(), on=on)
             assert launches == (-1 if on == ONE_LAUNCH else 1)
             q.sums = None if special is not None else q.sums
-            q.check(f"{name} {dtype} {shape} {special} {code} {settings:x}")
+            q.check(f"{name} {dtype} {shape} {special} {code} {guarded} {joins}")
 
 
 @pytest.mark.parametrize("on", [Device(1), Device(2), Device(6), Device(2, False)])
 def test_two_tensors_by_history(run, on: Device) -> None:
     """A layer's calls: x and w by theirs; dy by its own with w's scale of before."""
-    every = GUARDED | JOINS
+    every = {"guarded": True, "joins": True}
     for first, second in itertools.product(("fresh", "holds", "outgrown"), repeat=2):
         for dtypes in ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)):
             x, w = torch.randn(140, 72).to(dtypes[0]), torch.randn(136, 72).to(dtypes[1])
             dy = torch.randn(140, 136).to(dtypes[0])
-            a = Quantized(x, 0, history=HISTORIES[first].clone(), settings=every)
-            b = Quantized(w, 0, columns=False, history=HISTORIES[second].clone(), settings=every)
+            a = Quantized(x, 0, history=HISTORIES[first].clone(), **every)
+            b = Quantized(w, 0, columns=False, history=HISTORIES[second].clone(), **every)
             quantize(run, a.job(), b.job(), on=on)
             scale = b.scale.clone()
             a.check(f"x {first} {second}"), b.check(f"w {first} {second}")
-            c = Quantized(
-                dy, 1, sums=torch.float32, history=HISTORIES[first].clone(), settings=every
-            )
+            c = Quantized(dy, 1, sums=torch.float32, history=HISTORIES[first].clone(), **every)
             d = Quantized(w, 0, rows=False, scale=scale)
             quantize(run, c.job(), d.job(), on=on)
             c.check(f"dy {first}"), d.check("w again")
@@ -303,12 +309,12 @@ def test_two_tensors_by_history(run, on: Device) -> None:
 
 @pytest.mark.parametrize("special", [float("nan"), float("inf")])
 def test_a_given_scale_that_is_not_finite_beside_a_history(run, special: float) -> None:
-    """w's codes are written though its scale of before restores nothing: none is left as it was."""
+    """w's codes are written though its scale of before means nothing: none is left as it was."""
     w = torch.randn(136, 72)
     w[7, 5] = special
-    scale = reference.quantize(w, 0, True, True)[2]
+    scale = measured(w)
     dy = torch.randn(140, 136)
-    c = Quantized(dy, 1, history=HISTORIES["holds"].clone(), settings=GUARDED | JOINS)
+    c = Quantized(dy, 1, history=HISTORIES["holds"].clone(), guarded=True, joins=True)
     d = Quantized(w, 0, rows=False, scale=scale)
     launches = quantize(run, c.job(), d.job(), on=TWO_LAUNCHES)
     assert launches > 0, "expected the launch that measures meanwhile"

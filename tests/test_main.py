@@ -1,4 +1,4 @@
-"""Decides that `python -m narrowfloat` tells what is here and what is wrong, and never crashes."""
+"""`python -m narrowfloat` tells what is here and what is wrong, and never crashes."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_metadata_and_sdist_need_neither_torch_nor_nvcc(tmp_path: Path) -> None:
         metadata = tar.extractfile(info).read().decode()
     assert f"\nVersion: {narrowfloat.__version__}\n" in metadata
     assert "\nRequires-Dist: torch>=2.10\n" in metadata
-    wanted = {p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").glob("*.[ch]*")}
+    wanted = {p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*.[ch]*")}
     wanted |= {"setup.py", "LICENSE", "src/narrowfloat/py.typed", "src/narrowfloat/_C.pyi"}
     assert wanted <= names
     assert not [n for n in names if n.endswith((".so", ".o", ".pyc"))]

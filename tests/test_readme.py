@@ -1,4 +1,4 @@
-"""Decides whether README.md says what is there: names, examples, targets, links, tables."""
+"""Whether README.md says what is there: names, examples, targets, links, tables."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_row_calls_its_name_as_it_is_defined(name: str) -> None:
     parameters = inspect.signature(getattr(nf, name)).parameters
     defined = {p.name: getattr(p.default, "name", p.default) for p in parameters.values()}
     if name == "linear":
-        del defined["held"], defined["history"]  # for Linear's own use
+        del defined["cached"], defined["history"]  # for Linear's own use
     assert stated == defined
 
 
@@ -130,10 +130,11 @@ def test_support_table_is_the_one_that_the_package_prints() -> None:
 
 def test_default_recipe_is_the_one_in_its_table() -> None:
     recipe = nf.RECIPES["fp8"]
+    assert recipe == nf.Recipe()
     for field in ("fprop", "dgrad", "wgrad"):
         gemm = getattr(recipe, field)
         row = re.search(rf"^\| `{field}` \|.*$", section("Recipes"), re.M)
         assert row, field
         _, _, a, b, accumulate = [cell.strip() for cell in row[0].strip("|").split("|")]
-        said = (a.split(": ")[1], b.split(": ")[1], accumulate)
-        assert said == (gemm.a, gemm.b, gemm.accumulate), field
+        casts = (nf.Cast(operand.split(": ")[1]) for operand in (a, b))  # one scale a tensor
+        assert (*casts, accumulate) == (gemm.a, gemm.b, gemm.accumulate), field

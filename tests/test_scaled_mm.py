@@ -1,4 +1,5 @@
-"""Decides that products are right: against fp64, accumulated, padded, refused with the problem."""
+"""Tests of scaled_mm, the FP8 GEMM alone: against fp64, accumulated, padded, refused with the
+problem."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def own_scale(q: nf.QuantizedTensor) -> torch.Tensor:
 @pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("fast", [False, True])
-def test_product(
+def test_gemm(
     device: str,
     m: int,
     n: int,
@@ -50,7 +51,7 @@ def test_product(
     out_dtype: torch.dtype,
     fast: bool,
 ) -> None:
-    """At most twice the error of a bf16 product of the same values, plus what fast accumulation
+    """At most twice the error of a bf16 GEMM of the same values, plus what fast accumulation
     loses (its running sum keeps about 13 bits)."""
     qa, qb = operands(m, n, k, device, *formats)
     bias = torch.randn(n, device=device)
@@ -107,7 +108,7 @@ def test_unaligned_views(device: str) -> None:
     assert ops.scaled_mm(flat[1:].view(16, 32), flat[1:].view(16, 32), one, one).shape == (16, 16)
 
 
-def test_seed_functions(device: str) -> None:
+def test_fp8_mm(device: str) -> None:
     qa, qb = operands(40, 100, 72, device)
     ref = qa.data.double() @ qb.data.double().t()
     d = nf.fp8_mm(qa.data, qb.data)

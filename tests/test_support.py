@@ -1,4 +1,4 @@
-"""Decides that the right devices are taken and the others refused with reasons; and the table."""
+"""Which devices are taken, which are refused and for what reasons; and the support table."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch._subclasses import FakeTensorMode, fake_tensor
 
 import narrowfloat as nf
 from narrowfloat import _binary, formats, ops, support
+from narrowfloat.cast import KINDS
 
-FP4 = sorted(n for n, r in nf.RECIPES.items() if isinstance(r, nf.FP4Recipe))
+FP4 = sorted(n for n, r in nf.RECIPES.items() if r.kinds == ("fp4",))
 
 Cards = Callable[..., None]
 FP8 = nf.RECIPES["fp8"]
@@ -24,8 +25,7 @@ FP8 = nf.RECIPES["fp8"]
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cards]:
     """cards((9, 0), (8, 0)): pretends that CUDA devices of these capabilities are here."""
-    known, known_fp4 = set(support.ready), set(support.ready_fp4)
-    known_block = dict(support.ready_block)
+    known = dict(support._ready)
 
     def pretend(*capabilities: tuple[int, int]) -> None:
         monkeypatch.setattr(support._binary, "problem", None)
@@ -34,18 +34,11 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cards]:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
-        support.ready.clear()
-        support.ready.update({torch.device("cpu"), torch.device("meta")})
-        support.ready_fp4.clear()
-        support.ready_fp4.update(support.ready)
-        support.ready_block.clear()
+        support._ready.clear()
 
     yield pretend
-    support.ready_block.clear()
-    support.ready_block.update(known_block)
-    for found, before in ((support.ready, known), (support.ready_fp4, known_fp4)):
-        found.clear()
-        found.update(before)
+    support._ready.clear()
+    support._ready.update(known)
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
@@ -58,7 +51,7 @@ def test_native(cards: Cards, capability: tuple[int, int]) -> None:
         ran = "run on an H200" if capability == (9, 0) else "not run on hardware"
         assert answer.reason.endswith("; " + ran)
     support.require(FP8, torch.device("cuda", 0))
-    assert torch.device("cuda", 0) in support.ready
+    assert torch.device("cuda", 0) in support.ready(("fp8",))
 
 
 @pytest.mark.parametrize("name", FP4)
@@ -136,7 +129,7 @@ def test_refused_with_the_sm_and_the_list(cards: Cards, capability: tuple[int, i
     with pytest.raises(NotImplementedError, match="recipe fp8, got cuda:0") as e:
         support.require(FP8, torch.device("cuda", 0))
     assert answer.reason in str(e.value)
-    assert torch.device("cuda", 0) not in support.ready
+    assert torch.device("cuda", 0) not in support.ready(("fp8",))
 
 
 def test_each_device_decides_for_itself(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +221,7 @@ def test_table_has_every_recipe_and_architecture() -> None:
     for name, recipe in nf.RECIPES.items():
         own = [x for x in lines if name in re.split(r"[|, ]+", x.split("|")[1])]
         assert len(own) == len(support.ARCHITECTURES)
-        own_kinds = support.kinds_of(recipe)
+        own_kinds = recipe.kinds
         for row in support.ARCHITECTURES:
             mine = [x for x in own if f"| {row.sm} |" in x]
             assert len(mine) == 1 and row.chips in mine[0]
@@ -268,7 +261,7 @@ def test_what_was_not_run_is_not_said_to_be(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_kind_has_a_route_on_every_architecture_and_version() -> None:
-    assert set(support.TABLE) == {"fp8", "fp8_bf16", "fp4", *formats.SCALINGS}
+    assert set(support.TABLE) == set(KINDS)
     for kind, rows in support.TABLE.items():
         assert tuple(rows) == support.ARCHITECTURES, kind
         for row, routes in rows.items():
@@ -320,7 +313,7 @@ def test_the_binary_decides_as_the_table_says(version: int) -> None:
                     )
 
 
-# ---- finer scales than a tensor's ----
+# ---- rowwise and blockwise scaling ----
 
 EVERY = [(8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
 # with the newest library: how, and words of the reason
@@ -378,7 +371,7 @@ def test_blocks_run_where_the_table_says(
             sm = f"sm_{capability[0]}{capability[1]}"
             with pytest.raises(NotImplementedError, match=f"recipe {name} does not run on {sm}"):
                 support.require(nf.RECIPES[name], device)
-            assert device not in support.ready_for(nf.RECIPES[name])
+            assert device not in support.ready(nf.RECIPES[name].kinds)
         else:
             row = support.ARCHITECTURES[[8, 9, 10, 12].index(capability[0])]
             assert answer.reason.endswith(
@@ -386,7 +379,7 @@ def test_blocks_run_where_the_table_says(
             )
             for _ in range(2):  # once a device
                 support.require(nf.RECIPES[name], device)
-            assert device in support.ready_for(nf.RECIPES[name])
+            assert device in support.ready(nf.RECIPES[name].kinds)
     assert len(caught) == (how == "emulation")
     assert support.never(name, capability) == (how == "no")
 
@@ -446,7 +439,7 @@ def test_the_binary_is_asked(
     assert nf.supported(nf.BlockRecipe("all bf16", "bf16", "bf16", "bf16"), 0).how == "native"
 
 
-def test_a_mixed_recipe_is_what_its_worst_product_is(cards: Cards) -> None:
+def test_a_mixed_recipe_is_what_its_worst_gemm_is(cards: Cards) -> None:
     cards((9, 0), (10, 0))
     mixed = nf.BlockRecipe("mixed", "block", "mx", "bf16")
     assert nf.supported(mixed, 0).how == "emulation"
@@ -457,11 +450,11 @@ def test_a_mixed_recipe_is_what_its_worst_product_is(cards: Cards) -> None:
     with pytest.warns(support.EmulationWarning, match="recipe mixed on cuda:0"):
         support.require(mixed, torch.device("cuda", 0))
     kinds = nf.MixedRecipe("kinds", "fp8", "fp8_bf16_wgrad", "fp8_bf16_wgrad")
-    assert support.kinds_of(kinds) == support.kinds_of(nf.RECIPES["fp8_bf16_wgrad"]) == ("fp8",)
+    assert kinds.kinds == nf.RECIPES["fp8_bf16_wgrad"].kinds == ("fp8",)
     assert nf.supported(kinds, 0).how == nf.supported("fp8_bf16_wgrad", 1).how == "native"
-    assert support.kinds_of(nf.MixedRecipe("none", *["bf16"] * 3)) == ("bf16",)
+    assert nf.MixedRecipe("none", *["bf16"] * 3).kinds == ("bf16",)
     one = nf.MixedRecipe("one", "mxfp4", "fp8_row", "fp8_block")
-    assert support.kinds_of(one) == ("row", "block", "fp4")
+    assert one.kinds == ("row", "block", "fp4")
     assert not nf.supported(one, 1) and nf.supported(one, 0).how == "emulation"
 
 
@@ -472,11 +465,11 @@ def test_an_operand_left_in_bf16_is_emulated(cards: Cards) -> None:
     for gemm, how in ((nf.Gemm("e4m3", None), "emulation"), (nf.Gemm(None, None), "native")):
         recipe = nf.Recipe("one", fprop=gemm)
         assert {nf.supported(recipe, index).how for index in range(4)} == {how}
-        assert support.kinds_of(recipe) == (("fp8",) if how == "native" else ("fp8", "fp8_bf16"))
+        assert recipe.kinds == (("fp8",) if how == "native" else ("fp8", "fp8_bf16"))
     recipe = nf.Recipe("w", fprop=nf.Gemm("e4m3", None))
     with pytest.warns(support.EmulationWarning, match="no tensor cores that multiply FP8 by bf16"):
         support.require(recipe, torch.device("cuda", 0))
-    assert torch.device("cuda", 0) in support.ready_for(recipe)
+    assert torch.device("cuda", 0) in support.ready(recipe.kinds)
 
 
 def test_one_warning_for_mixes_of_the_same_kinds(cards: Cards) -> None:
@@ -490,7 +483,7 @@ def test_one_warning_for_mixes_of_the_same_kinds(cards: Cards) -> None:
         assert len(caught) == warns, fprop
 
 
-@pytest.mark.parametrize("name", sorted(EXPECTED))
+@pytest.mark.parametrize("name", sorted({*EXPECTED, "fp8", "fp8_delayed", "nvfp4"}))
 def test_nothing_unsupported_is_launched(
     cards: Cards, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -503,7 +496,7 @@ def test_nothing_unsupported_is_launched(
         called.append("launched")
         raise KeyboardInterrupt
 
-    for operator in ("linear_forward", "block_linear_forward", "fp4_linear_forward"):
+    for operator in ("linear_forward", "delayed_linear_forward", "quantize_op"):
         monkeypatch.setattr(ops, operator, no_launch)
     monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda *_: None)
     for index, capability in enumerate(capabilities):

@@ -1,4 +1,4 @@
-"""Decides that plans are measured when they may be, are right, and survive a file."""
+"""Plans are measured when they may be, are right, and survive a file."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_binary_refuses_half_a_plan() -> None:
 # On a GPU
 
 
-def products() -> set[str]:
+def gemms() -> set[str]:
     return {plan[3] for plan in _binary.module.plans()}
 
 
@@ -153,18 +153,18 @@ def test_a_layer_is_right_inside_and_after(cuda: str, recipe: str) -> None:
         y.backward(dy)
         return [y.detach(), leaf.grad, layer.weight.grad]
 
-    before, known = step(), products()
+    before, known = step(), gemms()
     with nf.tune():
         inside = step()
-    found = products() - known
+    found = gemms() - known
     assert len(found) == 3, found
-    for _, _, _, product, first_us, us, offered, tried, right in _binary.module.plans():
-        if product in found:
-            assert offered >= tried >= right >= 1, (product, offered, tried, right)
-            assert 0 < us <= first_us, (product, first_us, us)
+    for _, _, _, gemm, first_us, us, offered, tried, right in _binary.module.plans():
+        if gemm in found:
+            assert offered >= tried >= right >= 1, (gemm, offered, tried, right)
+            assert 0 < us <= first_us, (gemm, first_us, us)
     with nf.tune():
         step()
-    assert products() == known | found, "measured twice"
+    assert gemms() == known | found, "measured twice"
     after = step()
     for a, b, c in zip(before, inside, after, strict=True):
         assert relative_error(b, a) < 4e-3
@@ -177,14 +177,14 @@ def test_a_capture_does_not_measure(cuda: str) -> None:
     x = torch.randn(208, 320, device=cuda, dtype=BF16)
     with torch.no_grad(), nf.tune():
         want = layer(x)  # a plan, measured
-        known = products()
+        known = gemms()
         y = torch.randn(96, 320, device=cuda, dtype=BF16)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             got = layer(x)
             layer(y)
         graph.replay()
-    assert products() == known
+    assert gemms() == known
     assert torch.equal(got, want)
 
 
@@ -192,12 +192,12 @@ def test_a_capture_does_not_measure(cuda: str) -> None:
 def test_what_is_not_finite_is_not_measured(cuda: str) -> None:
     layer = nf.Linear(336, 160, bias=False, device=cuda, dtype=BF16)
     x = torch.full((224, 336), float("nan"), device=cuda, dtype=BF16)
-    known = products()
+    known = gemms()
     with torch.no_grad(), nf.tune():
         assert layer(x).isnan().all()
-        assert products() == known
+        assert gemms() == known
         assert layer(torch.randn_like(x)).isfinite().all()
-        assert len(products()) == len(known) + 1
+        assert len(gemms()) == len(known) + 1
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
-"""Decides that tune() finds what there is to find: csrc's own host code on a pretended library
-whose algorithms the tests make up (emulation/cublaslt_entry.cpp)."""
+"""Tests that tune() finds what there is to find: csrc's own host code on a pretended library whose
+algorithms the tests make up (emulation/cublaslt_entry.cpp)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 import emulated
 import pytest
 import torch
-from test_fp4_blackwell import H200, Operand, Product, aligned
+from test_fp4_blackwell import H200, Gemm, Operand, aligned
 from torch import Tensor
 
 RIGHT, WRONG, UNWRITTEN, FAILS = range(4)
@@ -39,13 +39,13 @@ def algorithm(
 
 
 class Tuned:
-    """The library with algorithms, and products that nothing else has met."""
+    """The library with algorithms, and GEMMs that nothing else has met."""
 
     k = 16
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         self.loaded = loaded
-        loaded.run_product.restype = ctypes.c_char_p
+        loaded.run_gemm.restype = ctypes.c_char_p
         for name in ("plans", "last_algorithm", "pool", "saved"):
             getattr(loaded, name).restype = ctypes.c_int64
         loaded.pretend(*map(ctypes.c_int64, (90, 130100, 1, 1, 0)))
@@ -59,7 +59,7 @@ class Tuned:
         Tuned.k += 16
 
     def run(self, dtype: torch.dtype = F32, bias: bool = False, zeros: bool = False) -> int:
-        """A product, which is checked; the algorithm that it had at last."""
+        """A GEMM, which is checked; the algorithm that it had at last."""
         m, n, k = 3, 16, self.k
         a, b = (aligned(torch.randn(rows, k).to(BF16)) for rows in (m, n))
         if zeros:
@@ -74,11 +74,11 @@ class Tuned:
         self, a: Tensor, b: Tensor, d: Tensor, bias: Tensor | None = None, ld: int = 0
     ) -> None:
         operands = [Operand(t.data_ptr(), None, t.shape[0], ld or t.shape[1]) for t in (a, b)]
-        job = Product(
+        job = Gemm(
             *d.shape, a.shape[1], {F32: 0, BF16: 1}[d.dtype], *operands, None,
             None if bias is None else bias.data_ptr(), 1, H200, d.data_ptr(),
         )  # fmt: skip
-        error = self.loaded.run_product(ctypes.byref(job))
+        error = self.loaded.run_gemm(ctypes.byref(job))
         if error is not None:
             raise RuntimeError(error.decode())
 
@@ -94,7 +94,7 @@ class Tuned:
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder, flags = tmp_path_factory.mktemp("tune_emulation"), emulated.with_host_code()
-    return emulated.build(folder, "cublaslt_entry.cpp", ["difference", "epilogue"], flags)
+    return emulated.build(folder, "cublaslt_entry.cpp", ["gemm/difference", "gemm/epilogue"], flags)
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def tune_once(tuned: Tuned, **kinds: object) -> tuple[int, Saved]:
 
 @pytest.mark.parametrize("kinds", [{}, {"dtype": BF16}, {"dtype": BF16, "bias": True}])
 def test_the_fastest_right_one_is_taken(tuned: Tuned, kinds: dict) -> None:
-    """By their own time, far below the host's for a launch, which is that of a product here."""
+    """By their own time, far below the host's for a launch, which is that of a GEMM here."""
     tuned.offer(
         algorithm(10), algorithm(1, WRONG), algorithm(1, UNWRITTEN), algorithm(1, FAILS),
         algorithm(4, workspace=MOST_WORKSPACE), algorithm(7),
@@ -168,7 +168,7 @@ def test_zeros_are_not_measured(tuned: Tuned) -> None:
 
 
 def test_errors_leave_no_memory(tuned: Tuned) -> None:
-    """Neither one of a product nor that there is no room to compare; then it is measured."""
+    """Neither one of a GEMM nor that there is no room to compare; then it is measured."""
     tuned.loaded.start_tuning()
     try:
         tuned.offer(algorithm(10, FAILS), algorithm(2))
@@ -199,7 +199,7 @@ def test_a_loaded_plan_is_taken_and_a_foreign_one_refused_each_time(tuned: Tuned
 
 
 def test_plans_outlive_a_full_cache(tuned: Tuned) -> None:
-    """A call's second product must not cost it the plan, and so the workspace, of its first."""
+    """A call's second GEMM must not cost it the plan, and so the workspace, of its first."""
     tuned.offer(algorithm(10))
     a, d = aligned(torch.randn(1, 16).to(BF16)), aligned(torch.zeros(1, 8))
     sizes = [24 + 8 * i for i in range(4200)]  # from row to row; a cache has 4096

@@ -22,26 +22,38 @@ Outcome = tuple[dict[str, object], str]
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
 
+# Recipes whose operators launch every kernel of a layer, at sizes ragged and empty.
+OPERATOR_TESTS = [
+    f"tests/test_operators.py::{test}-{recipe}]"
+    for test in (
+        "test_operators_equal_reference[cuda-33x100x72-float32",
+        "test_operators_equal_reference[cuda-0x48x32-float32",
+        "test_kernels_equal_reference[33x100x72-bfloat16",
+    )
+    for recipe in (
+        *("fp8", "fp8_row", "fp8_block", "fp8_bf16_wgrad", "mxfp8", "powers"),
+        *("nvfp4", "mxfp4", "nvfp4_four_over_six", "plain", "w 1 x 16"),
+        *("formats", "fp4 both ways", "nvfp4_mxfp8_backward"),
+        *(f"without {operand}" for operand in ("fprop.b", "dgrad.a", "wgrad.b")),
+    )
+]
+
 # What launches every kernel at ragged, strided, empty and ordinary sizes; the sanitizers run it.
 KERNEL_TESTS = [
-    "tests/test_quantize.py::test_kernel_equals_reference",
     "tests/test_quantize.py::test_strides",
+    "tests/test_quantize.py::test_many_tiles",
+    "tests/test_quantize.py::test_a_given_scale",
+    *(
+        f"tests/test_quantize.py::test_kernel_equals_reference[cuda-{shape}-tensor]"
+        for shape in ("1x1", "5x13", "1x1030", "33x1", "129x257", "1000x72", "0x16", "16x0")
+    ),
     "tests/test_quantize.py::test_empty",
-    "tests/test_linear.py::test_operators_equal_reference",
-    "tests/test_linear.py::test_held_weight_gives_the_same_bits",
-    "tests/test_mixed_input.py::test_the_operators_are_the_reference",
+    *OPERATOR_TESTS,
     "tests/test_scaled_mm.py::test_unaligned_views",
-    "tests/test_fp4_reference.py::test_quantize",
-    "tests/test_fp4_reference.py::test_layouts",
-    "tests/test_fp4_linear.py::test_operators_equal_reference",
-    "tests/test_fp4_weights.py::test_few_tokens",
-    "tests/test_fp4_weights.py::test_tiles[33-100-17]",
-    "tests/test_fp4_weights.py::test_tiles[515-2056-32]",
-    "tests/test_block_gpu.py::test_values",
-    "tests/test_block_gpu.py::test_layouts",
-    "tests/test_block_linear.py::test_operators_equal_reference[cuda-dtype0-33-100-72-fp8_block]",
-    "tests/test_block_linear.py::test_operators_equal_reference[cuda-dtype0-33-100-72-powers]",
-    "tests/test_block_linear.py::test_operators_equal_reference[cuda-dtype0-33-100-72-mxfp8]",
+    "tests/test_w4a16.py::test_few_tokens",
+    "tests/test_w4a16.py::test_tiles[33-100-17]",
+    "tests/test_w4a16.py::test_tiles[515-2056-32]",
+    "tests/test_quantize.py::test_quantize",
     "tests/test_delayed.py::test_kernels_equal_the_reference[shape2-dtype0]",
     "tests/test_delayed.py::test_kernels_equal_the_reference[shape2-dtype1]",
 ]
@@ -49,17 +61,10 @@ KERNEL_TESTS = [
 # Under racecheck any product of cuBLASLt dies of an illegal address (sanitizer of CUDA 13.0 on an
 # H200; torch._scaled_mm alone does, without narrowfloat). There it is preloaded away, and what
 # runs are the tests that look at no product.
-LOOK_AT_PRODUCTS = {
-    *(test for test in KERNEL_TESTS if test.startswith("tests/test_block_linear.py")),
-    "tests/test_linear.py::test_operators_equal_reference",
-    "tests/test_linear.py::test_held_weight_gives_the_same_bits",
-    "tests/test_mixed_input.py::test_the_operators_are_the_reference",
-    "tests/test_scaled_mm.py::test_unaligned_views",
-    "tests/test_fp4_linear.py::test_operators_equal_reference",
-}
+LOOK_AT_PRODUCTS = {*OPERATOR_TESTS, "tests/test_scaled_mm.py::test_unaligned_views"}
 RACE_TESTS = [
     *(test for test in KERNEL_TESTS if test not in LOOK_AT_PRODUCTS),
-    "tests/test_linear.py::test_what_no_product_makes",
+    "tests/test_operators.py::test_what_no_gemm_makes",
 ]
 NO_PRODUCTS = "int cublasLtMatmul(void) { return 0; }"
 

@@ -314,7 +314,6 @@ ThreeTensors backward(const BackwardArguments& given, const BackwardSpec& spec,
     dy.sums_family = spec.dw || !spec.need_dx ? family_of(spec.wgrad_a, spec.wgrad_b)
                                               : family_of(spec.dgrad_a, spec.dgrad_b);
   }
-  if (w) w->history = history.of(kW);
   if (in.w_measured && spec.dgrad_b.scaling == Scaling::row) {
     w->side[1].amax = reinterpret_cast<uint32_t*>(in.w_measured);
     w->side[1].amax_given = true;

@@ -18,7 +18,7 @@ inline bool is_aligned(const Matrix& x) {
 struct OperandSource {
   Cast cast;
   const Matrix* x = nullptr;
-  int side = 0;        // of x: 0 contracted along its columns, 1 its transpose
+  int side = 0;                       // of x: 0 contracted along its columns, 1 its transpose
   std::optional<GivenOperand> given;  // instead of x
 };
 

@@ -104,6 +104,12 @@ void fill(Fp4Side& to, const QuantizeSide& from) {
   to.other_scale = from.other_scale;
 }
 
+// Squares are the same numbers in both orientations, if both choose their scales alike.
+bool are_unlike_squares(const QuantizeTensor& t) {
+  const Cast &a = t.side[0].cast, &b = t.side[1].cast;
+  return a.square && b.square && (a.four_over_six != b.four_over_six || a.scale_up != b.scale_up);
+}
+
 // Both sides in one where they share their scaling. How many there are.
 int fp4_jobs(const QuantizeTensor& t, const char* op, Fp4Job* jobs) {
   int count = 0;
@@ -111,7 +117,7 @@ int fp4_jobs(const QuantizeTensor& t, const char* op, Fp4Job* jobs) {
     const QuantizeSide& side = t.side[k];
     if (!wants(side, Family::fp4)) continue;
     const bool mx = side.cast.scaling == Scaling::mxfp4, square = side.cast.square;
-    if (count == 0 || jobs[0].mx != mx || jobs[0].square != square) {
+    if (count == 0 || jobs[0].mx != mx || jobs[0].square != square || are_unlike_squares(t)) {
       jobs[count] = job_of<Fp4Job>(t, sums(t, Family::fp4) && count == 0);
       jobs[count].mx = mx, jobs[count].square = square;
       ++count;

@@ -43,7 +43,8 @@ class LinearFunction(torch.autograd.Function):
         spec, keep_w = recipe.forward_spec, recipe.keep_w if need_dx else 0
         if need_dw:
             spec |= recipe.save_x
-        ctx.history, columns = None, ()
+        columns: tuple[Tensor | None, ...] = ()
+        ctx.history = None
         if state is None:
             y, x_columns, x_scales, scales = ops.linear_forward(x, w, bias, spec | keep_w)
         elif isinstance(state, Tensor):

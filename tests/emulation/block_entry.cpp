@@ -11,10 +11,10 @@ extern "C" cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStr
 
 #include "quantize/tensor_amax_kernels.rewritten.h"
 // its sums of contiguous columns
-#include "quantize/block_amax_kernels.rewritten.h"
 #include "quantize/block.cpp"
-#include "quantize/block_kernels.rewritten.h"
+#include "quantize/block_amax_kernels.rewritten.h"
 #include "quantize/block_dequantize.rewritten.h"
+#include "quantize/block_kernels.rewritten.h"
 // its table is read once a device: a test takes another number for another device
 #include "api/device.cpp"
 
@@ -63,16 +63,17 @@ int64_t run_block(const TestJob* t, int64_t device, int64_t multiprocessors) try
 }
 
 void run_block_dequantize(int64_t scaling, int64_t square, const void* codes, const void* scales,
-                       int64_t rows, int64_t cols, void* operand) {
+                          int64_t rows, int64_t cols, void* operand) {
   using namespace narrowfloat;
-  block_dequantize(static_cast<Scaling>(scaling), square, codes, scales, rows, cols, operand, nullptr);
+  block_dequantize(static_cast<Scaling>(scaling), square, codes, scales, rows, cols, operand,
+                   nullptr);
 }
 
 void run_tensor_dequantize(int64_t e5m2, const void* codes, const float* scale, int64_t rows,
-                        int64_t cols, void* operand, float* alpha) {
+                           int64_t cols, void* operand, float* alpha) {
   using namespace narrowfloat;
   tensor_dequantize(e5m2 ? Element::e5m2 : Element::e4m3, codes, scale, rows, cols, operand, alpha,
-                 nullptr);
+                    nullptr);
 }
 
 void run_block_spread(const void* scales, int64_t square, int64_t rows, int64_t cols,

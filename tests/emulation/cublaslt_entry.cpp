@@ -1,16 +1,16 @@
-// Decides what cuBLASLt is for the tests of its callers: a pretended library of a version, on a
+// What cuBLASLt is for the tests of its callers: a pretended library of a version, on a
 // device of a compute capability, that has the algorithms that a test makes up, takes FP4 as NVIDIA
 // documents it (cuBLAS, "Using the cublasLt API", narrow precisions; "1D block scaling factors
 // layout"), refuses what is not so, and multiplies in fp64. Nothing here comes from csrc or the
 // reference.
-#include "gemm/hold.h"
 #include "gemm/gemm.h"
+#include "gemm/hold.h"
 // torch's headers before it
 #include "cuda_on_cpu.h"
 // after it
 #include <cublasLt.h>
 
-#include <chrono>
+#include <ctime>
 #include <map>
 #include <string>
 #include <vector>
@@ -101,29 +101,31 @@ struct Problem {
   }
 };
 
-struct Call {  // what the last product was asked with; test_fp4_blackwell.py lays it out
+struct Call {  // what the last GEMM was asked with; test_fp4_blackwell.py lays it out
   int64_t a, b, a_scale, b_scale, c, d;
   int64_t m, n, k, a_type, b_type, d_type, pointer_mode, epilogue;
   double alpha, beta;
 } g_call;
 const char* g_refusal = nullptr;
 
-// What the library has for every product, its favourite first; test_tune_emulated.py lays it out.
+// What the library has for every GEMM, its favourite first; test_tune_emulated.py lays it out.
 enum Outcome : int64_t { kRight, kWrong, kUnwritten, kFails };
 struct Algorithm {
   int64_t outcome, splits, reduction, workspace;
   double us;
 };
 std::vector<Algorithm> g_algorithms{{kRight, 1, CUBLASLT_REDUCTION_SCHEME_NONE, 4096, 10}};
-int64_t g_last = -1;  // of the last product
+int64_t g_last = -1;  // of the last GEMM
 const Algorithm& of(const cublasLtMatmulAlgo_t* algorithm) {
   return g_algorithms[algorithm->data[0]];
 }
 
-// The device's time: it starts what the host gives it when it has done what came before.
+// The device's time: it starts what the host gives it when it has done what came before. That in
+// which the thread does not run does not count, or other work on the machine would be measured.
 double now_us() {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration<double, std::micro>(now).count();
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return 1e6 * static_cast<double>(now.tv_sec) + 1e-3 * static_cast<double>(now.tv_nsec);
 }
 double g_done_us = 0;
 double take_us(double us) { return g_done_us = std::max(g_done_us, now_us()) + us; }
@@ -355,12 +357,12 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t descriptor,
 }
 }  // extern "C"
 
-#include "gemm/cublaslt.cpp"
-#include "gemm/plan.cpp"
 #include "api/device.cpp"
+#include "gemm/cublaslt.cpp"
 #include "gemm/difference.rewritten.h"
 #include "gemm/epilogue.rewritten.h"
 #include "gemm/gemm.cpp"
+#include "gemm/plan.cpp"
 #include "gemm/tune.cpp"
 
 void narrowfloat::hold(double us, cudaStream_t) { take_us(us); }
@@ -378,7 +380,7 @@ struct TestOperand {
   int64_t rows, ld;
 };
 
-struct TestProduct {
+struct TestGemm {
   int64_t m, n, k, d_type;
   TestOperand a, b;
   const float* alpha;  // {alpha, 0}
@@ -388,7 +390,7 @@ struct TestProduct {
 };
 
 // null, or the error
-const char* run_product(const TestProduct* t) {
+const char* run_gemm(const TestGemm* t) {
   static std::string problem;
   using namespace narrowfloat;
   try {
@@ -401,12 +403,12 @@ const char* run_product(const TestProduct* t) {
     Launch& on = *reinterpret_cast<Launch*>(memory);
     on.device = static_cast<int>(t->device);
     Scratch scratch;
-    Gemm product(t->m, t->n, t->k, static_cast<Real>(t->d_type), false, scratch, a.format);
-    if (t->bias) product.plan_bias(t->bias, static_cast<Real>(t->bias_type), scratch);
-    product.set_alpha(t->alpha);
-    const int64_t workspace = scratch.add(product.workspace(a, b, t->d, on));
+    Gemm gemm(t->m, t->n, t->k, static_cast<Real>(t->d_type), false, scratch, a.format);
+    if (t->bias) gemm.plan_bias(t->bias, static_cast<Real>(t->bias_type), scratch);
+    gemm.set_alpha(t->alpha);
+    const int64_t workspace = scratch.add(gemm.workspace(a, b, t->d, on));
     scratch.allocate(0);
-    product.run(a, b, t->d, scratch, workspace, on);
+    gemm.run(a, b, t->d, scratch, workspace, on);
     return nullptr;
   } catch (const std::exception& error) {
     problem = error.what();

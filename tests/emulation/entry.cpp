@@ -1,12 +1,12 @@
-// Decides what the test calls: csrc's quantizing host code and kernels, compiled for the CPU. The
-// test puts the rewritten kernels where they are included.
+// What the test of the tensor kernels calls: csrc's quantizing host code and kernels, compiled for
+// the CPU. The test puts the rewritten kernels where they are included.
 #include "cuda_on_cpu.h"
 // after it
 #include "pretended_device.h"
 
 #include "quantize/amax_history.rewritten.h"
-#include "quantize/tensor_amax_kernels.rewritten.h"
 #include "quantize/tensor.cpp"
+#include "quantize/tensor_amax_kernels.rewritten.h"
 #include "quantize/tensor_kernels.rewritten.h"
 // its table is read once a device: a test takes another number for another device
 #include "api/device.cpp"

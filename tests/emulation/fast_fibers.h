@@ -1,15 +1,47 @@
-// Decides how a fiber of cuda_on_cpu.h gives way to another without asking the system: swapcontext()
-// saves the signal mask by a system call each time, which is most of what emulating a launch takes.
-// Included before that header, whose contexts then are these. Elsewhere than on x86-64 nothing
-// changes.
+// Decides how a fiber of cuda_on_cpu.h gives way to another without asking the system:
+// swapcontext() saves the signal mask by a system call each time, which is most of what emulating a
+// launch takes. Included before that header, whose contexts then are these. Elsewhere than on
+// x86-64 nothing changes.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <ucontext.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
 
 namespace fast_fibers {
+
+// Stacks that no block uses now.
+struct Stacks {
+  std::mutex mutex;
+  std::vector<std::unique_ptr<char[]>> free;
+};
+inline Stacks stacks;
+
+// Those of the block that this thread runs.
+struct Taken {
+  std::vector<std::unique_ptr<char[]>> all;
+
+  void* take(size_t bytes) {
+    const std::lock_guard<std::mutex> lock(stacks.mutex);
+    if (stacks.free.empty()) {
+      all.push_back(std::make_unique_for_overwrite<char[]>(bytes));
+    } else {
+      all.push_back(std::move(stacks.free.back()));
+      stacks.free.pop_back();
+    }
+    return all.back().get();
+  }
+  ~Taken() {
+    const std::lock_guard<std::mutex> lock(stacks.mutex);
+    for (auto& stack : all) stacks.free.push_back(std::move(stack));
+  }
+};
+inline thread_local Taken taken;
 
 struct Context {
   struct {
@@ -48,9 +80,10 @@ inline int swap(Context* from, Context* to) {
   return 0;
 }
 
-// `begin` never returns.
+// On a stack of `ss_size` bytes from above; `begin` never returns.
 inline void make(Context* context, void (*begin)(), int) {
-  const auto end = reinterpret_cast<uintptr_t>(context->uc_stack.ss_sp) + context->uc_stack.ss_size;
+  const size_t bytes = context->uc_stack.ss_size;
+  const auto end = reinterpret_cast<uintptr_t>(taken.take(bytes)) + bytes;
   auto* top = reinterpret_cast<void**>(end / 16 * 16);
   *--top = nullptr;  // where it would return to; so the stack lies as after a call
   *--top = reinterpret_cast<void*>(begin);

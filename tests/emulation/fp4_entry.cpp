@@ -3,10 +3,10 @@
 // after it
 #include "pretended_device.h"
 
-#include "quantize/fp4_amax_kernels.rewritten.h"
 #include "quantize/fp4.cpp"
-#include "quantize/fp4_kernels.rewritten.h"
+#include "quantize/fp4_amax_kernels.rewritten.h"
 #include "quantize/fp4_dequantize.rewritten.h"
+#include "quantize/fp4_kernels.rewritten.h"
 // its table is read once a device: a test takes another number for another device
 #include "api/device.cpp"
 
@@ -60,9 +60,10 @@ int64_t run_fp4(const TestJob* t, int64_t device, int64_t multiprocessors) try {
 }
 
 int64_t run_dequantize(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t cols,
-                    void* operand, int64_t device, int64_t multiprocessors) try {
+                       void* operand, int64_t device, int64_t multiprocessors) try {
   g_multiprocessors = static_cast<int>(multiprocessors);
-  narrowfloat::fp4_dequantize(codes, scales, rows, cols, operand, static_cast<int>(device), nullptr);
+  narrowfloat::fp4_dequantize(codes, scales, rows, cols, operand, static_cast<int>(device),
+                              nullptr);
   return 1;
 } catch (const std::exception& error) {
   fprintf(stderr, "%s\n", error.what());

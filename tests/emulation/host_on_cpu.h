@@ -1,7 +1,7 @@
 // Decides how the operators' host code finds memory on the CPU: every allocation and every piece of
 // a scratch begins as garbage, between bytes that nobody may write. emulated.py has host_on_cpu()
-// called where csrc calls torch's CUDA allocator. It is compiled once for all of them, and so includes
-// what most of them include.
+// called where csrc calls torch's CUDA allocator. It is compiled once for all of them, and so
+// includes what most of them include.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,7 +1,7 @@
 // Decides what stands in for CUDA where the operators run on the CPU: a device that a test may
-// choose, memory that shows who leaves it unwritten or writes beside it, and cuBLASLt's product as a
-// plain loop that refuses what the library would refuse. The operators and their kernels are csrc's
-// own.
+// choose, memory that shows who leaves it unwritten or writes beside it, and cuBLASLt's product as
+// a plain loop that refuses what the library would refuse. The operators and their kernels are
+// csrc's own.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -29,7 +29,7 @@ struct {
 
 // ---- memory ----
 
-constexpr int64_t kGuard = 512;     // before and after each allocation, and how it is aligned
+constexpr int64_t kGuard = 512;  // before and after each allocation, and how it is aligned
 constexpr int64_t kPieceGuard = 256;
 constexpr uint8_t kGuardByte = 0xa5;
 
@@ -246,14 +246,26 @@ uintptr_t alignment(const void* p) {
 
 // What a key of cublaslt_plan.cpp has: a plan asked for before the launch is the one launched.
 using Asked = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, int, int,
-                         int, int, int, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
+                         int, int, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
 Asked asked_of(const Matmul& p) {
   const int flags = p.fast | p.accumulate << 1 | (p.alpha != nullptr) << 2 | (p.c != nullptr) << 3 |
                     p.a.k_first << 4 | p.b.k_first << 5 | (p.a.scale != nullptr) << 6 |
                     (p.b.scale != nullptr) << 7;
-  return {p.a.rows, p.b.rows, p.k, p.a.ld, p.b.ld, p.ldd, static_cast<int>(p.a.format),
-          static_cast<int>(p.b.format), static_cast<int>(p.a.mode), static_cast<int>(p.b.mode),
-          static_cast<int>(p.d_type), flags, 0, alignment(p.a.q), alignment(p.b.q), alignment(p.d),
+  return {p.a.rows,
+          p.b.rows,
+          p.k,
+          p.a.ld,
+          p.b.ld,
+          p.ldd,
+          static_cast<int>(p.a.format),
+          static_cast<int>(p.b.format),
+          static_cast<int>(p.a.mode),
+          static_cast<int>(p.b.mode),
+          static_cast<int>(p.d_type),
+          flags,
+          alignment(p.a.q),
+          alignment(p.b.q),
+          alignment(p.d),
           p.bias ? alignment(p.bias) : 0};
 }
 thread_local std::set<Asked> asked;  // in this call

@@ -1,7 +1,6 @@
-"""Decides that the product with packed FP4 weights computes what it should, without a GPU: its
-sources are compiled for the CPU (emulation/instructions.cuh), where copies come as late or as early
-as they may and a cluster's threads run in any order. The hardware's memory model is for the tests
-marked gpu."""
+"""Tests of the GEMM with packed FP4 weights, without a GPU: its sources are compiled for the CPU
+(emulation/w4a16/instructions.cuh), where copies come as late or as early as they may and a
+cluster's threads run in any order. The hardware's memory model is for the tests marked gpu."""
 
 from __future__ import annotations
 
@@ -16,11 +15,12 @@ import subprocess
 import pytest
 import torch
 from emulated import CSRC, HERE, cuda_headers
-from test_fp4_weights import weights
+from test_w4a16 import weights
 from torch import Tensor
 
-from narrowfloat import fp4_weights, reference_fp4
+from narrowfloat import w4a16
 from narrowfloat.formats import padded32
+from narrowfloat.reference import fp4
 
 BF16 = torch.bfloat16
 REALS = {torch.float32: 0, BF16: 1, torch.float16: 2}
@@ -29,7 +29,7 @@ SHARED = {"sm_90": 232448, "sm_89": 101376}
 
 
 class Job(ctypes.Structure):
-    """csrc/fp4_matmul.h, FP4Matmul."""
+    """csrc/w4a16/matmul.h, FP4Matmul."""
 
     _fields_ = [
         ("x", ctypes.c_void_p),
@@ -46,7 +46,7 @@ class Job(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    """emulation/fp4_matmul_entry.cpp."""
+    """emulation/w4a16_entry.cpp."""
 
     _fields_ = [
         ("job", Job),
@@ -61,7 +61,7 @@ class Call(ctypes.Structure):
 
 
 class TilesCall(ctypes.Structure):
-    """emulation/fp4_matmul_entry.cpp."""
+    """emulation/w4a16_entry.cpp."""
 
     _fields_ = [
         ("job", Job),
@@ -77,8 +77,8 @@ class TilesCall(ctypes.Structure):
 
 # found by the entry, and by one another, in the place of those in csrc
 REWRITTEN = (
-    "fp4_matmul_kernels.cuh", "fp4_matmul_held.cu", "fp4_matmul_streamed.cu", "fp4_unpack.cu",
-    "fp4_matmul.cpp", "fp4_matmul_tiles.cu", "fp4_matmul_tiles.cuh", "fp4_matmul_tiles_plan.cpp",
+    "kernels.cuh", "few_tokens.cu", "more_tokens.cu", "unpack.cu", "matmul.cpp", "tiles.cu",
+    "tiles.cuh", "tiles_plan.cpp",
 )  # fmt: skip
 
 
@@ -113,13 +113,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if headers is None or compiler is None:
         pytest.skip("needs g++ and the CUDA headers")
     folder: pathlib.Path = tmp_path_factory.mktemp("fp4_matmul")
-    for name, source in rewritten({n: (CSRC / n).read_text() for n in REWRITTEN}).items():
-        (folder / name).write_text(source)
+    (folder / "w4a16").mkdir()
+    for name, source in rewritten({n: (CSRC / "w4a16" / n).read_text() for n in REWRITTEN}).items():
+        (folder / "w4a16" / name).write_text(source)
     command = [
         compiler, "-O2", "-std=c++20", "-shared", "-fPIC", "-w", "-ffp-contract=off",
         "-Wl,-Bsymbolic",
         f"-I{folder}", f"-I{HERE / 'emulation'}", f"-I{CSRC}", f"-isystem{headers}",
-        str(HERE / "emulation" / "fp4_matmul_entry.cpp"), "-o", str(folder / "fp4_matmul.so"),
+        str(HERE / "emulation" / "w4a16_entry.cpp"), "-o", str(folder / "fp4_matmul.so"),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -142,8 +143,8 @@ class Problem:
         if nan and k:
             scales[n // 2, 0] = 127
         codes, tiled = weights(n, k, "cpu", scales)
-        self.packed = fp4_weights.pack(codes, tiled, n, k)
-        self.w = reference_fp4.unpacked(codes, tiled, n, k)
+        self.packed = w4a16.pack(codes, tiled, n, k)
+        self.w = fp4.unpacked(codes, tiled, n, k)
         self.x = torch.randn(m, k).to(BF16)
         self.scale = torch.tensor([0.37])
 

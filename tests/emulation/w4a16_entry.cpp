@@ -1,15 +1,15 @@
-// Decides how a test calls the product with packed FP4 weights on the CPU.
+// How a test calls the GEMM with packed FP4 weights on the CPU.
 #include "w4a16/warpgroup.cuh"
 // after it
 #include "api/device.cpp"
-#include "w4a16/matmul.cpp"
+#include "pretended_device.h"
 #include "w4a16/few_tokens.cu"
+#include "w4a16/matmul.cpp"
 #include "w4a16/matmul_plan.cpp"
 #include "w4a16/more_tokens.cu"
 #include "w4a16/tiles.cu"
 #include "w4a16/tiles_plan.cpp"
 #include "w4a16/unpack.cu"
-#include "pretended_device.h"
 
 #include <cmath>
 

@@ -1,5 +1,5 @@
-"""Decides that reuse_weights() quantizes each weight once, gives the bits of a run without it, and
-never reuses what no longer holds."""
+"""reuse_weights() quantizes each weight once, gives the bits of a run without it, and never reuses
+what no longer holds."""
 
 from __future__ import annotations
 
@@ -11,52 +11,72 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import assert_same_bits, skip_where_it_does_not_run
+from conftest import EVERY_RECIPE, assert_same_bits, skip_where_it_does_not_run
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 
 import narrowfloat as nf
-from narrowfloat import reuse
-from narrowfloat.mixed import HeldWeight
-from narrowfloat.recipe import AnyRecipe
+from narrowfloat import spec, weight_cache
 
 OTHER_FORMAT = nf.Recipe(  # of w
     "mine", nf.Gemm("e4m3", "e5m2"), nf.Gemm("e4m3", "e5m2"), nf.Gemm("e4m3", "e4m3")
 )
-HELD = [  # recipes whose weights are held: each scaling in each product, and of several kinds
-    *(nf.RECIPES[name] for name in ("fp8", "fp8_row", "fp8_block", "fp8_block_row_wgrad")),
-    *(nf.RECIPES[name] for name in ("fp8_block_pow2", "mxfp8")),
-    nf.BlockRecipe("dx in bf16", "row", "bf16", "mx"),
-    nf.BlockRecipe("y in bf16", "bf16", "block_pow2", "bf16"),
-    nf.BlockRecipe("unlike", "mx", "row", "block_pow2"),
-    *(nf.RECIPES[name] for name in ("fp8_bf16_wgrad", "fp8_block_backward")),
-    nf.MixedRecipe("two formats of w", "fp8", OTHER_FORMAT, "fp8"),
-    nf.MixedRecipe("y by row", "fp8_row", "fp8", "mxfp8"),
+CACHED = [  # each scaling in each GEMM, several kinds, and GEMMs that read the weight itself
+    *EVERY_RECIPE,
+    nf.block_recipe("dx in bf16", "row", "bf16", "mx"),
+    nf.block_recipe("y in bf16", "bf16", "block_pow2", "bf16"),
+    nf.mixed_recipe("two formats of w", "fp8", OTHER_FORMAT, "fp8"),
+    nf.mixed_recipe("y by row", "fp8_row", "fp8", "mxfp8"),
+    nf.mixed_recipe("dx in FP4", "fp8", nf.fp4_recipe(weights_2d=False), "fp8"),
     nf.Recipe("dx in bf16 of fp8", dgrad=nf.Gemm(None, None)),
-    nf.Recipe("x in bf16 for dw", wgrad=nf.Gemm("e5m2", None)),
+    nf.Recipe("x in bf16", fprop=nf.Gemm(None, "e4m3"), wgrad=nf.Gemm("e5m2", None)),
     nf.Recipe("dy in bf16", dgrad=nf.Gemm(None, "e4m3"), wgrad=nf.Gemm(None, "e4m3")),
-    nf.RECIPES["nvfp4_mxfp8_backward"],
+    nf.Recipe("w in bf16 for dx", dgrad=nf.Gemm("e5m2", None)),
 ]
-each = pytest.mark.parametrize("recipe", HELD, ids=str)
+CACHED = [recipe for recipe in CACHED if recipe.cached_spec]
+# What GEMMs in FP4, with delayed scaling or with w in bf16 read.
+NOT_CACHED = [
+    *(recipe for recipe in EVERY_RECIPE if not recipe.cached_spec),
+    nf.Recipe("bf16", *[nf.Gemm(None, None)] * 3),
+]
+each = pytest.mark.parametrize("recipe", CACHED, ids=str)
+
+
+def test_which_recipes_are_cached() -> None:
+    assert {str(recipe) for recipe in NOT_CACHED} == {
+        *("nvfp4", "mxfp4", "nvfp4_four_over_six", "nvfp4_unbiased", "fp8_delayed"),
+        *("w in bf16", "bf16"),
+    }
+    for recipe, rows, columns in (
+        ("fp8", True, True),
+        ("nvfp4_mxfp8_backward", False, True),
+        ("dx in FP4", True, False),
+        ("dx in bf16", True, False),
+        ("y in bf16", False, True),
+        ("w in bf16 for dx", True, False),
+    ):
+        (how,) = (spec.Quantize.unpack(r.cached_spec) for r in CACHED if r.name == recipe)
+        assert (how.want_rows, how.want_columns) == (rows, columns), recipe
+        assert (how.rows is not None, how.columns is not None) == (rows, columns), recipe
 
 
 @pytest.fixture
 def quantized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the weights that were quantized ahead of their products: what reuse_weights()
+    """The shapes of the weights that were quantized ahead of their GEMMs: what reuse_weights()
     does, since outside it they are quantized inside the layer's operators."""
     shapes: list[tuple[int, ...]] = []
-    quantize = reuse.quantized
+    quantize = weight_cache.quantized
 
-    def counting(w: Tensor, how: HeldWeight) -> reuse.Held:
+    def counting(w: Tensor, how: int) -> weight_cache.CachedWeight:
         shapes.append(tuple(w.shape))
         return quantize(w, how)
 
-    monkeypatch.setattr(reuse, "quantized", counting)
+    monkeypatch.setattr(weight_cache, "quantized", counting)
     return shapes
 
 
 def model_on(
-    device: str, dtype: torch.dtype = torch.float32, recipe: str | AnyRecipe = "fp8"
+    device: str, dtype: torch.dtype = torch.float32, recipe: str | nf.Recipe = "fp8"
 ) -> nn.Sequential:
     skip_where_it_does_not_run(recipe, device)
     torch.manual_seed(1)
@@ -76,6 +96,7 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
     """[y, dx, every dw and db]; leaves no gradients behind."""
     leaf = x.detach().requires_grad_()
     y = model(leaf)
+    torch.manual_seed(2)  # of stochastic rounding
     (y.float() ** 2).mean().backward()
     found = [y.detach(), leaf.grad, *[p.grad for p in model.parameters() if p.requires_grad]]
     model.zero_grad(set_to_none=True)
@@ -131,7 +152,7 @@ def test_accumulated_gradients_are_the_same(device, quantized):
 @each
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_forward_without_gradients_first(device, mode, recipe, quantized):
-    """What is held from it serves the training that follows."""
+    """What is cached by it serves the training that follows."""
     model, x = model_on(device, recipe=recipe), batch(device)
     outside = step(model, x)
     with nf.reuse_weights(model):
@@ -171,7 +192,7 @@ def test_a_recipe_with_other_formats(device, quantized):
             assert_all_same(step(model, x), outside)
         others = [nf.RECIPES[name] for name in ("fp8", "fp8_row", "fp8_block_pow2", "fp8")]
         inside = []
-        for model.recipe in others:  # w otherwise: what is held does not fit
+        for model.recipe in others:  # w otherwise: what is cached does not fit
             inside.append(step(model, x))
     assert len(quantized) == 5
     for model.recipe, got in zip(others, inside, strict=True):
@@ -189,18 +210,9 @@ def test_tied_weights_are_quantized_once(device, quantized):
     assert quantized == [(32, 32)]
 
 
-# What products in FP4, with scales from the steps before or with one operand in bf16 read.
-NOT_HELD = [
-    *(nf.RECIPES[name] for name in ("nvfp4", "mxfp4", "fp8_delayed")),
-    nf.Recipe("w in bf16", fprop=nf.Gemm("e4m3", None), dgrad=nf.Gemm("e5m2", None)),
-    nf.Recipe("x in bf16", fprop=nf.Gemm(None, "e4m3"), wgrad=nf.Gemm("e5m2", None)),
-    nf.Recipe("bf16", *[nf.Gemm(None, None)] * 3),
-]
-
-
-@pytest.mark.parametrize("recipe", NOT_HELD, ids=str)
-def test_what_is_not_held_is_quantized_anew(device, recipe, quantized):
-    """And changes nothing, beside a layer whose weight is held too."""
+@pytest.mark.parametrize("recipe", NOT_CACHED, ids=str)
+def test_what_is_not_cached_is_quantized_anew(device, recipe, quantized):
+    """And changes nothing, beside a layer whose weight is cached too."""
     skip_where_it_does_not_run(recipe, device)
     layers = (nf.Linear(32, 32, device=device, recipe=r) for r in (recipe, "fp8"))
     model, x = nn.Sequential(*layers), batch(device)
@@ -209,7 +221,7 @@ def test_what_is_not_held_is_quantized_anew(device, recipe, quantized):
         with nf.reuse_weights(model):
             for _ in range(2):
                 assert_same_bits(model(x), want)
-            assert list(model[0].weight_cache._held) == [id(model[1].weight)]
+            assert list(model[0].weight_cache._cached) == [id(model[1].weight)]
             model[0].weight.mul_(2)
             changed = model(x)
         assert_same_bits(changed, model(x))
@@ -261,7 +273,7 @@ def test_an_optimizer_step_drops(device, make, quantized):
             model(x).square().mean().backward()
             optimizer.step()
             model.zero_grad(set_to_none=True)
-            assert model[0].weight_cache._held == {}  # freed at once, not at the next forward
+            assert model[0].weight_cache._cached == {}  # freed at once, not at the next forward
     assert_all_same(step(model, x), step(copy.deepcopy(model), x))
 
 
@@ -307,36 +319,41 @@ def test_a_changed_weight_is_quantized_anew(device, change, recipe, quantized):
         with torch.no_grad():
             change(model)
         inside = [step(model, x), step(model, x)]
-        assert quantized == [(48, 32), (32, 48), (48, 32)]  # the other layer's is still held
+        assert quantized == [(48, 32), (32, 48), (48, 32)]  # the other layer's is still cached
     outside = step(model, x)
     assert not torch.equal(outside[0], before[0])
     for each in inside:
         assert_all_same(each, outside)
 
 
-def reads_the_weight(recipe: AnyRecipe) -> bool:
+def reads_the_weight(recipe: nf.Recipe) -> bool:
     """Whether dx has the weight itself, as nn.Linear's has: a change before the backward is then
     PyTorch's error."""
-    return recipe.weight.columns is None
+    return not spec.Quantize.unpack(recipe.cached_spec).want_columns
 
 
-@pytest.mark.parametrize("recipe", [r for r in HELD if not reads_the_weight(r)], ids=str)
+@pytest.mark.parametrize("recipe", [r for r in CACHED if not reads_the_weight(r)], ids=str)
 def test_a_graph_goes_on_with_the_weight_it_saw(device, recipe):
     """Backward after the weight changed and was quantized anew: the old weight's gradients."""
     skip_where_it_does_not_run(recipe, device)
     made = nf.Linear(32, 48, device=device, recipe=recipe)
     x = batch(device).requires_grad_()
     g = torch.randn(24, 48, device=device)
-    old = torch.autograd.grad(made(x), [x, made.weight, made.bias], g)
+
+    def gradients(y: Tensor, **how: bool) -> list[Tensor]:
+        torch.manual_seed(3)  # of stochastic rounding
+        return list(torch.autograd.grad(y, [x, made.weight, made.bias], g, **how))
+
+    old = gradients(made(x))
     with nf.reuse_weights(made):
         y = made(x)
         with torch.no_grad():
             made.weight.mul_(-3)
-        new = torch.autograd.grad(made(x), [x, made.weight, made.bias], g)
-        got = torch.autograd.grad(y, [x, made.weight, made.bias], g, retain_graph=True)
-        again = torch.autograd.grad(y, [x, made.weight, made.bias], g)
-    assert_all_same(list(got), list(old))
-    assert_all_same(list(again), list(old))
+        new = gradients(made(x))
+        got = gradients(y, retain_graph=True)
+        again = gradients(y)
+    assert_all_same(got, old)
+    assert_all_same(again, old)
     assert not torch.equal(new[0], old[0])
 
 
@@ -347,7 +364,12 @@ def test_backward_after_the_context_was_left(device, changed, recipe):
     made = nf.Linear(32, 48, device=device, recipe=recipe)
     x = batch(device).requires_grad_()
     g = torch.randn(24, 48, device=device)
-    right = torch.autograd.grad(made(x), [x, made.weight, made.bias], g)
+
+    def gradients(y: Tensor) -> list[Tensor]:
+        torch.manual_seed(3)  # of stochastic rounding
+        return list(torch.autograd.grad(y, [x, made.weight, made.bias], g))
+
+    right = gradients(made(x))
     with nf.reuse_weights(made):
         y = made(x)
     if changed:
@@ -359,7 +381,19 @@ def test_backward_after_the_context_was_left(device, changed, recipe):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward(g)
         return
-    assert_all_same(list(torch.autograd.grad(y, [x, made.weight, made.bias], g)), list(right))
+    assert_all_same(gradients(y), right)
+
+
+@each
+@pytest.mark.parametrize(("m", "k", "n"), [(3, 0, 8), (3, 8, 0), (0, 8, 8)])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_weights_and_batches_without_elements(device, recipe, m, k, n):
+    skip_where_it_does_not_run(recipe, device)
+    made = nf.Linear(k, n, device=device, recipe=recipe)
+    x = torch.randn(m, k, device=device)
+    outside = step(made, x)
+    with nf.reuse_weights(made):
+        assert_all_same(step(made, x), outside)
 
 
 # ---- the context ----
@@ -409,7 +443,7 @@ def test_an_exception_leaves_nothing(device, quantized):
         cache = model[0].weight_cache
         raise KeyError
     assert caches(model) == {None} and len(hooks) == before
-    assert cache.open == 0 and cache._held == {}
+    assert cache.open == 0 and cache._cached == {}
     with nf.reuse_weights(model):
         model(x)
     assert len(quantized) == 4 and len(hooks) == before
@@ -480,17 +514,17 @@ def test_state_dict_carries_nothing(device):
 
 
 def test_computed_weights_do_not_pile_up(device, quantized):
-    """A weight made anew for each forward is not held: each would be kept until the end."""
+    """A weight made anew for each forward is not cached: each would be kept until the end."""
     model, x = model_on(device), batch(device)
     nn.utils.parametrizations.weight_norm(model[0])
     outside = step(model, x)
     with nf.reuse_weights(model):
         for _ in range(3):
             assert_all_same(step(model, x), outside)
-        assert list(model[2].weight_cache._held) == [id(model[2].weight)]
+        assert list(model[2].weight_cache._cached) == [id(model[2].weight)]
         weights = {n: p.detach() * 2 for n, p in model.named_parameters()}
         torch.func.functional_call(model, weights, (x,))
-        assert list(model[2].weight_cache._held) == [id(model[2].weight)]
+        assert list(model[2].weight_cache._cached) == [id(model[2].weight)]
 
 
 def test_threads(device):

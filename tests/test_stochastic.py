@@ -1,5 +1,5 @@
-"""Decides that FP4's stochastic rounding keeps the mean, draws anew at each call and each replay of
-a captured graph, and is torch's generator's and the reference's, bit for bit."""
+"""Tests of stochastic rounding: it keeps the mean, draws anew at each call and at each replay of a
+captured graph, and is torch's generator's and the reference's, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,48 +12,50 @@ from conftest import assert_same_bits, capture, relative_error
 from torch import Tensor
 
 import narrowfloat as nf
-from narrowfloat import numerics_fp4, ops, reference_fp4
-from narrowfloat.settings import FP4Quantize, Orientation
+from narrowfloat import ops
+from narrowfloat.cast import Cast
+from narrowfloat.reference import fp4, fp4_numerics, linear
+from narrowfloat.spec import Quantize
 
-FP4 = sorted(n for n, r in nf.RECIPES.items() if isinstance(r, nf.FP4Recipe))
+# of which a backward draws
+STOCHASTIC = sorted(n for n, r in nf.RECIPES.items() if r.draws_dx or r.draws_dw)
 
 FORMATS = ["nvfp4", "mxfp4"]
 UNBIASED = {
     "nvfp4": nf.RECIPES["nvfp4_unbiased"],
-    "nvfp4, not rotated": nf.FP4Recipe("plain", scale_up_dy=True, rotate_wgrad=False),
+    "nvfp4, not rotated": nf.fp4_recipe("plain", scale_up_dy=True, rotate_wgrad=False),
     "mxfp4": nf.RECIPES["mxfp4"],
-    "mxfp4, not rotated": nf.FP4Recipe("plain", "mxfp4", rotate_wgrad=False),
+    "mxfp4, not rotated": nf.fp4_recipe("plain", "mxfp4", rotate_wgrad=False),
 }
 
 
 LEAST = 0.85  # bits for four times the passes, where all of the error averages out
 
 
-def quantized(x: Tensor, how: Orientation, mx: bool, two_d: bool = False) -> Tensor:
-    """What a product multiplies: fp64 [R, padded C]."""
-    operand = numerics_fp4.quantize_operand(x, how, mx, two_d)
-    return (reference_fp4.values(operand.codes, operand.scales) * operand.scale).double()
+def quantized(x: Tensor, how: Cast) -> Tensor:
+    """What a GEMM multiplies: fp64 [R, padded C]."""
+    operand = fp4_numerics.quantize_operand(x, how)
+    return (fp4.values(operand.codes, operand.scales) * operand.scale).double()
 
 
-def effective_gain(recipe: nf.FP4Recipe, device: str, which: str, draws: int = 256) -> list[float]:
+def effective_gain(recipe: nf.Recipe, device: str, which: str, draws: int = 256) -> list[float]:
     """Error of the mean of 1, 4, 16, .. backward passes to the mean of all gradients that dy's
-    rounding could give: the products of the unrounded dy with the quantized other operand."""
+    rounding could give: the unrounded dy times the quantized other operand."""
     m, k, n = 64, 128, 96
     layer = nf.Linear(k, n, bias=False, device=device, recipe=recipe)
     layer.weight.requires_grad_(which == "dw")
     x = torch.randn(m, k, device=device, requires_grad=which == "dx")
     g = torch.randn(m, n, device=device).bfloat16().float()
     y = layer(x)
-    w, mx = layer.weight.detach().cpu(), recipe.format == "mxfp4"
+    w = layer.weight.detach().cpu()
     if which == "dx":
-        along_n = quantized(w.t(), Orientation(True), mx, not mx)[:k, :n]  # 16 x 16, or along N
+        along_n = quantized(w.t(), recipe.dgrad.b)[:k, :n]  # 16 x 16, or along N
         want = g.double().cpu() @ along_n.t()
     else:
-        rotated = recipe.rotate_wgrad
-        across = quantized(x.detach().t().cpu(), Orientation(True, rotated=rotated), mx)[:k, :m]
+        across = quantized(x.detach().t().cpu(), recipe.wgrad.b)[:k, :m]
         of_dy = g.t().cpu()
-        if rotated:
-            of_dy = numerics_fp4.rotate(of_dy.unflatten(1, (-1, 16))).flatten(1) / 4
+        if recipe.wgrad.a.hadamard:
+            of_dy = fp4_numerics.rotate(of_dy.unflatten(1, (-1, 16))).flatten(1) / 4
         want = of_dy.double() @ across.t()
     total, errors = torch.zeros_like(want), []
     for i in range(1, draws + 1):
@@ -93,7 +95,7 @@ def test_saturation_is_what_the_default_scales_cost(device: str, which: str) -> 
 @pytest.mark.parametrize("format", FORMATS)
 def test_rounding_to_nearest_gains_nothing(device: str, format: str, which: str) -> None:
     """Nor does averaging help where nothing is drawn."""
-    errors = effective_gain(nf.FP4Recipe("n", format, stochastic_dy=False), device, which, 4)
+    errors = effective_gain(nf.fp4_recipe("n", format, stochastic_dy=False), device, which, 4)
     assert abs(gains(errors)[0]) < 1e-6
 
 
@@ -112,7 +114,7 @@ def test_the_seed_is_torchs(device: str) -> None:
     for a, b, c in zip(first, again, second, strict=True):
         assert_same_bits(a, b)
         assert not torch.equal(a, c)
-    nearest = nf.Linear(64, 48, device=device, recipe=nf.FP4Recipe("nearest", stochastic_dy=False))
+    nearest = nf.Linear(64, 48, device=device, recipe=nf.fp4_recipe("nearest", stochastic_dy=False))
     state = torch.cuda.get_rng_state if device == "cuda" else torch.get_rng_state
     before = state()
     with torch.no_grad():
@@ -143,7 +145,7 @@ def test_compiled_backwards_draw_anew(device: str, recipe: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", FP4)
+@pytest.mark.parametrize("recipe", STOCHASTIC)
 def test_a_graphs_replays_draw_anew(cuda: str, recipe: str) -> None:
     """Replays differ as calls do, and are the calls with torch's seed set to the same."""
     layer = nf.Linear(128, 96, bias=False, device=cuda, dtype=torch.bfloat16, recipe=recipe)
@@ -175,21 +177,23 @@ def test_a_graphs_replays_draw_anew(cuda: str, recipe: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("operand", [False, True])
 @pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("mx", [False, True])
-def test_a_graphs_bits_follow_its_seed(cuda: str, mx: bool, rotated: bool, operand: bool) -> None:
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_graphs_bits_follow_its_seed(
+    cuda: str, format: str, rotated: bool, operand: bool
+) -> None:
     """Whatever lies in seed and x at a replay: all bytes are the reference's."""
-    how = Orientation(True, operand, True, rotated)
-    settings = FP4Quantize(how, how, mx).pack()
+    how = Cast("e2m1", format, stochastic=True, hadamard=rotated)
+    choices = Quantize(how, how, True, True, operand, operand).pack()
     seed = torch.zeros(2, dtype=torch.int64, device=cuda)
     x = torch.zeros(100, 72, device=cuda, dtype=torch.bfloat16)
-    graph, results = capture(lambda: ops.fp4_quantize_op(x, seed, settings))
+    graph, results = capture(lambda: ops.quantize_op(x, choices, None, seed))
     for i in range(3):
         numbers = torch.randint(-(2**63), 2**63 - 1, (2,))
         values = torch.randn(100, 72).bfloat16() * 10.0**i
         seed.copy_(numbers)
         x.copy_(values)
         graph.replay()
-        want = reference_fp4.fp4_quantize(values, numbers, settings)
+        want = linear.quantize(values, choices, None, numbers)
         for got, right in zip(results, want, strict=True):
             assert_same_bits(got, right, f"replay {i}")
 

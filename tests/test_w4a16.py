@@ -1,4 +1,4 @@
-"""Decides that packed FP4 weights keep every number, and that products with them are right."""
+"""Tests that packed FP4 weights keep every number, and that GEMMs with them are right."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from conftest import assert_same_bits, relative_error
 from torch import Tensor, nn
 
-from narrowfloat import fp4_weights, reference_fp4
+from narrowfloat import w4a16
 from narrowfloat.formats import GROUP, padded, padded32, scale_groups
-from narrowfloat.fp4_weights import PackedFP4Linear, fp4_weight_matmul_op, packed_shape
+from narrowfloat.reference import fp4
+from narrowfloat.w4a16 import PackedFP4Linear, fp4_weight_matmul_op, packed_shape
 
 BF16 = torch.bfloat16
 SHAPES = [(1, 1), (16, 32), (33, 100), (32, 128), (200, 1000), (130, 2064)]  # N, K
-# each wraps the rings and splits of csrc/fp4_matmul_*.cu in another way
+# each wraps the rings and splits of csrc/w4a16 in another way
 WRAPPING = [
     (32, 128), (33, 256), (200, 1024), (4096, 128), (4096, 1024), (4096, 4096), (200, 14336),
     (33, 4096), (4096, 14336), (28672, 256),
@@ -23,8 +24,8 @@ WRAPPING = [
 
 
 def weights(n: int, k: int, device: str, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Random codes and tiled scales [n, k] as fp4_quantize returns them: codes of a scale that is
-    0, and all beyond n and k, are 0."""
+    """Random codes and tiled scales [n, k] as the quantize operator returns them: codes of a scale
+    that is 0, and all beyond n and k, are 0."""
     codes = torch.randint(0, 16, (n, k), device=device, dtype=torch.uint8)
     codes = nn.functional.pad(codes, (0, padded32(k) - k))
     groups = padded32(k) // GROUP
@@ -32,7 +33,7 @@ def weights(n: int, k: int, device: str, scales: Tensor | None = None) -> tuple[
         scales = torch.randint(40, 72, (n, groups), device=device, dtype=torch.uint8)
     codes = codes * (scales != 0).repeat_interleave(GROUP, 1)
     codes = nn.functional.pad(codes, (0, 0, 0, padded(n) - n))
-    return reference_fp4.pack(codes), reference_fp4.tile(scales, n, k)
+    return fp4.pack(codes), fp4.tile(scales, n, k)
 
 
 @pytest.mark.parametrize("n, k", SHAPES)
@@ -41,9 +42,9 @@ def test_packing_is_reversible(device: str, n: int, k: int) -> None:
     groups = padded32(k) // GROUP
     every = torch.arange(n * groups, device=device).view(n, groups) * 37 % 128
     codes, scales = weights(n, k, device, every.to(torch.uint8))
-    packed = fp4_weights.pack(codes, scales, n, k)
+    packed = w4a16.pack(codes, scales, n, k)
     assert packed.shape == packed_shape(n, k) and packed.dtype == torch.uint8
-    back = fp4_weights.unpack(packed, n, k)
+    back = w4a16.unpack(packed, n, k)
     assert_same_bits(back[0], codes, "codes")
     assert_same_bits(back[1], scales, "scales")
     assert scales.numel() == -(-n // 128) * 128 * scale_groups(k)
@@ -58,31 +59,30 @@ def test_every_code_with_every_scale(device: str) -> None:
     for turn in range(0, 16, 5):
         codes = ((rows + columns + columns // 16 + turn) % 16).to(torch.uint8)
         codes = codes * (scales != 0).repeat_interleave(GROUP, 1)
-        c, s = reference_fp4.pack(codes), reference_fp4.tile(scales, n, k)
-        packed = fp4_weights.pack(c, s, n, k)
-        back = fp4_weights.unpack(packed, n, k)
+        c, s = fp4.pack(codes), fp4.tile(scales, n, k)
+        packed = w4a16.pack(c, s, n, k)
+        back = w4a16.unpack(packed, n, k)
         assert_same_bits(back[0], c, "codes")
         assert_same_bits(back[1], s, "scales")
         one = torch.ones(1, device=device)
-        assert_same_bits(
-            fp4_weights.dequantize(packed, one, n, k), reference_fp4.values(codes, scales)
-        )
+        assert_same_bits(w4a16.dequantize(packed, one, n, k), fp4.values(codes, scales))
 
 
 def test_zero_scale_makes_zero_codes() -> None:
     codes, scales = weights(32, 128, "cpu")
-    packed = fp4_weights.pack(codes, torch.zeros_like(scales), 32, 128)
+    packed = w4a16.pack(codes, torch.zeros_like(scales), 32, 128)
     assert not packed.any()
 
 
 def test_words_as_the_kernel_reads_them() -> None:
-    """csrc/fp4_packed.cuh in integers: shifts and masks bring a pair's codes to where bf16 has its
-    sign, its exponent's low bits and its mantissa's first; a stored scale is one addition away."""
+    """csrc/w4a16/packed.cuh in integers: shifts and masks bring a pair's codes to where bf16 has
+    its sign, its exponent's low bits and its mantissa's first; a stored scale is one addition
+    away."""
     n, k = 64, 256
     byte = torch.arange(n * k // GROUP).view(n, k // GROUP) % 128
     codes, scales = weights(n, k, "cpu", byte.to(torch.uint8))
-    packed = fp4_weights.pack(codes, scales, n, k)
-    want = reference_fp4.unpacked(codes, scales, n, k)
+    packed = w4a16.pack(codes, scales, n, k)
+    want = fp4.unpacked(codes, scales, n, k)
     got = torch.full((n, k), -1.0)
     mask = 0x81C081C0
     for tile in range(n // 32):
@@ -125,13 +125,13 @@ def exact(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize("n, k", [*SHAPES, *WRAPPING])
-def test_product(device: str, n: int, k: int) -> None:
-    """Error against fp64 at most twice that of a bf16 product of the same operands."""
+def test_gemm(device: str, n: int, k: int) -> None:
+    """Error against fp64 at most twice that of a bf16 GEMM of the same operands."""
     if device == "cpu" and n * k > 1 << 20:
         pytest.skip("too slow for the reference")
     codes, scales = weights(n, k, device)
-    w = reference_fp4.unpacked(codes, scales, n, k)
-    packed = fp4_weights.pack(codes, scales, n, k)
+    w = fp4.unpacked(codes, scales, n, k)
+    packed = w4a16.pack(codes, scales, n, k)
     scale = torch.full((1,), 0.0123, device=device)
     all_x = torch.randn(70, k, device=device).to(BF16)
     for m in range(1, 71) if device == "cuda" else (1, 3, 8, 17, 64, 70):
@@ -144,7 +144,7 @@ def test_product(device: str, n: int, k: int) -> None:
         y = fp4_weight_matmul_op(x, packed, scale, None, n, BF16, False)
         bf16 = torch.matmul(x, w.to(BF16).t())
         allowed = 2 * relative_error(bf16, exact(x, w, torch.ones_like(scale), None))
-        # 2^-9: one rounding, where the bf16 product has none by chance
+        # 2^-9: one rounding, where the bf16 GEMM has none by chance
         assert relative_error(y, exact(x, w, scale, None)) <= max(allowed, 2.0**-9 + 1e-5), m
 
 
@@ -152,11 +152,11 @@ def test_product(device: str, n: int, k: int) -> None:
 @pytest.mark.parametrize("m", [17, 32, 64, 100, 130, 257, 520])
 @pytest.mark.parametrize("n, k", [(32, 128), (33, 100), (515, 2056), (4096, 4096), (28672, 384)])
 def test_tiles(cuda: str, n: int, k: int, m: int) -> None:
-    """csrc/fp4_matmul_tiles.cu where there is such a kernel: ragged sizes, tiles of one block and
+    """csrc/w4a16/tiles.cu where there is such a kernel: ragged sizes, tiles of one block and
     of several, each type, the same bits each time, in a graph too."""
     codes, scales = weights(n, k, cuda)
-    w = reference_fp4.unpacked(codes, scales, n, k)
-    packed = fp4_weights.pack(codes, scales, n, k)
+    w = fp4.unpacked(codes, scales, n, k)
+    packed = w4a16.pack(codes, scales, n, k)
     scale = torch.full((1,), 0.0123, device=cuda)
     wide = torch.full((m, k + 3), float("nan"), device=cuda, dtype=BF16)
     x = torch.randn(m, k, device=cuda).to(BF16)
@@ -191,8 +191,8 @@ def test_tiles(cuda: str, n: int, k: int, m: int) -> None:
 def test_few_tokens(device: str, m: int, n: int, k: int) -> None:
     """The kernel alone, without cuBLASLt: what racecheck runs (tools/gpu_tests.py)."""
     codes, scales = weights(n, k, device)
-    w = reference_fp4.unpacked(codes, scales, n, k)
-    packed = fp4_weights.pack(codes, scales, n, k)
+    w = fp4.unpacked(codes, scales, n, k)
+    packed = w4a16.pack(codes, scales, n, k)
     scale = torch.full((1,), 0.0123, device=device)
     x = torch.randn(m, k, device=device).to(BF16)
     for constant in (False, True):
@@ -206,8 +206,8 @@ def test_layouts_of_x(device: str, m: int, out_dtype: torch.dtype) -> None:
     """Rows apart, rows off 16 bytes, columns first, one row for all, more dimensions, no rows."""
     n, k = 100, 344
     codes, scales = weights(n, k, device)
-    packed = fp4_weights.pack(codes, scales, n, k)
-    w = reference_fp4.unpacked(codes, scales, n, k)
+    packed = w4a16.pack(codes, scales, n, k)
+    w = fp4.unpacked(codes, scales, n, k)
     scale = torch.full((1,), 1e-3, device=device)
     wide = torch.full((m, k + 24), float("nan"), device=device, dtype=BF16)
     x = torch.randn(m, k, device=device).to(BF16)
@@ -246,7 +246,7 @@ def test_non_finite(device: str, m: int) -> None:
     bytes_ = torch.full((n, padded32(k) // GROUP), 56, dtype=torch.uint8, device=device)
     bytes_[5, 3] = 0x7F
     codes, scales = weights(n, k, device, bytes_)
-    packed = fp4_weights.pack(codes, scales, n, k)
+    packed = w4a16.pack(codes, scales, n, k)
     x = torch.randn(m, k, device=device).to(BF16)
     scale = torch.ones(1, device=device)
     y = fp4_weight_matmul_op(x, packed, scale, None, n, BF16, False)
@@ -263,7 +263,7 @@ def test_deterministic_and_graph(cuda: str) -> None:
     """The same bits each time, with the weights fetched early or not, and in a captured graph."""
     for n, k, m in ((4096, 4096, 1), (4096, 4096, 16), (1000, 2000, 40), (4096, 14336, 8)):
         codes, scales = weights(n, k, cuda)
-        packed = fp4_weights.pack(codes, scales, n, k)
+        packed = w4a16.pack(codes, scales, n, k)
         scale = torch.full((1,), 0.5, device=cuda)
         x = torch.randn(m, k, device=cuda).to(BF16)
         first = fp4_weight_matmul_op(x, packed, scale, None, n, BF16, False)
@@ -285,7 +285,7 @@ def test_deterministic_and_graph(cuda: str) -> None:
 @pytest.mark.parametrize("m", [4, 100])
 def test_operator(device: str, m: int) -> None:
     n, k = 40, 96
-    packed = fp4_weights.pack(*weights(n, k, device), n, k)
+    packed = w4a16.pack(*weights(n, k, device), n, k)
     x, scale = torch.randn(m, k, device=device).to(BF16), torch.ones(1, device=device)
     bias = torch.randn(n, device=device)
     for out_dtype in (BF16, torch.float32):
@@ -296,7 +296,7 @@ def test_operator(device: str, m: int) -> None:
 
 def test_wrong_arguments(device: str) -> None:
     n, k = 40, 96
-    packed = fp4_weights.pack(*weights(n, k, device), n, k)
+    packed = w4a16.pack(*weights(n, k, device), n, k)
     x, scale = torch.randn(4, k, device=device).to(BF16), torch.ones(1, device=device)
     call = fp4_weight_matmul_op
     with pytest.raises(TypeError, match="expected x in"):
@@ -310,7 +310,7 @@ def test_wrong_arguments(device: str) -> None:
     with pytest.raises(ValueError, match="expected bias"):
         call(x, packed, scale, torch.ones(n + 1, device=device), n, BF16, False)
     with pytest.raises(ValueError, match="expected codes"):
-        fp4_weights.pack(torch.zeros(3, 3, dtype=torch.uint8), scale, 40, 96)
+        w4a16.pack(torch.zeros(3, 3, dtype=torch.uint8), scale, 40, 96)
 
 
 # ---- the layer ----

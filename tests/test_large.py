@@ -1,5 +1,5 @@
-"""Decides that FP4 tensors of more than 2^31 elements are right (open.md, O-09): what lies last is
-what it would be alone, so no index wraps."""
+"""Tests of tensors of more than 2^31 elements (open.md, O-09): what lies last is what it would be
+alone, so no index wraps."""
 
 from __future__ import annotations
 
@@ -9,24 +9,35 @@ from conftest import assert_same_bits, relative_error
 from torch import Tensor
 
 import narrowfloat as nf
-from narrowfloat import fp4_weights, numerics_fp4, ops, reference_fp4
-from narrowfloat.fp4_weights import PackedFP4Linear
-from narrowfloat.settings import FP4Quantize, Orientation
+from narrowfloat import ops, w4a16
+from narrowfloat.cast import Cast
+from narrowfloat.reference import fp4, fp4_numerics, linear
+from narrowfloat.spec import both
+from narrowfloat.w4a16 import PackedFP4Linear
 
 # Rows and columns; a row more than a multiple of every tile and block, and rows off 16 bytes.
 SIZES = [(1048577, 2048), (1049601, 2047)]
 TAIL = 33  # rows from a multiple of 32 on, so that blocks are the same alone
 SEED = torch.tensor([0x123456789ABCDEF, -0x0FEDCBA987654321])
 
-ON = Orientation(True)
-NOISY = Orientation(True, True, stochastic=True)
+
+def x_and_its_columns(format: str) -> tuple[Cast, Cast]:
+    return Cast("e2m1", format), Cast("e2m1", format, hadamard=True)
+
+
+def dy_and_its_columns(format: str) -> tuple[Cast, Cast]:
+    rows = Cast("e2m1", format, stochastic=True)
+    return rows, Cast("e2m1", format, stochastic=True, hadamard=True)
+
+
+AS_OPERANDS = {"rows_as_operand": True, "columns_as_operand": True}
 CHOICES = {
-    "x": FP4Quantize(ON, ON._replace(rotated=True)),
-    "operands": FP4Quantize(ON._replace(operand=True), ON._replace(operand=True)),
-    "w": FP4Quantize(ON._replace(four_over_six=True), two_d=True),
-    "dy": FP4Quantize(NOISY, NOISY._replace(rotated=True)),
-    "mx x": FP4Quantize(ON, ON._replace(rotated=True), mx=True),
-    "mx dy": FP4Quantize(NOISY, NOISY._replace(rotated=True), mx=True),
+    "x": both(*x_and_its_columns("nvfp4")),
+    "operands": both(*[Cast("e2m1", "nvfp4")] * 2)._replace(**AS_OPERANDS),
+    "w": both(Cast("e2m1", "nvfp4", square=True, four_over_six=True), None),
+    "dy": both(*dy_and_its_columns("nvfp4"))._replace(**AS_OPERANDS),
+    "mx x": both(*x_and_its_columns("mxfp4")),
+    "mx dy": both(*dy_and_its_columns("mxfp4"))._replace(**AS_OPERANDS),
 }
 
 
@@ -43,7 +54,7 @@ def noise(m: int, k: int, device: str, transposed: bool = False) -> Tensor:
 
 
 def random_bytes_from(first: int, all_rows: int):
-    """numerics_fp4.random_bytes for the last rows of a tensor: their groups keep their numbers."""
+    """fp4_numerics.random_bytes for the last rows of a tensor: their groups keep their numbers."""
 
     def of_tail(seed: Tensor, rows: int, groups: int, real_groups: int, orientation: int) -> Tensor:
         row, group = torch.arange(rows)[:, None], torch.arange(groups)
@@ -54,7 +65,7 @@ def random_bytes_from(first: int, all_rows: int):
         word = 0xFFFFFFFF
         low, high = seed & word, seed >> 32 & word
         counter = (index & word, index >> 32, low[1], (high[1] << 1 | orientation) & word)
-        words = torch.stack(numerics_fp4.philox(counter, (low[0], high[0])), -1)
+        words = torch.stack(fp4_numerics.philox(counter, (low[0], high[0])), -1)
         return (words[..., None] >> torch.tensor([0, 8, 16, 24]) & 255).flatten(-2)
 
     return of_tail
@@ -62,9 +73,9 @@ def random_bytes_from(first: int, all_rows: int):
 
 def test_the_numbers_of_a_tail() -> None:
     """That helper against the reference itself, on a tensor that can be made whole."""
-    rows = numerics_fp4.random_bytes(SEED, 96, 4, 4, 0)
+    rows = fp4_numerics.random_bytes(SEED, 96, 4, 4, 0)
     assert torch.equal(random_bytes_from(64, 96)(SEED, 32, 4, 4, 0), rows[64:])
-    columns = numerics_fp4.random_bytes(SEED, 64, 6, 6, 1)
+    columns = fp4_numerics.random_bytes(SEED, 64, 6, 6, 1)
     assert torch.equal(random_bytes_from(64, 96)(SEED, 64, 2, 2, 1), columns[:, 4:])
 
 
@@ -84,25 +95,50 @@ def test_quantize(
     """Codes, operands and scale bytes of the last rows, and of the last groups of every column."""
     x, choices, first = noise(m, k, large_memory, transposed), CHOICES[name], m - TAIL
     assert first % 32 == 0
-    got = ops.fp4_quantize_op(x, SEED.to(large_memory), choices.pack())
+    got = ops.quantize_op(x, choices.pack(), None, SEED.to(large_memory))
     tail = x[first:].cpu()
-    monkeypatch.setattr(numerics_fp4, "random_bytes", random_bytes_from(first, m))
-    want = reference_fp4.fp4_quantize(tail, SEED, choices.pack())
+    monkeypatch.setattr(fp4_numerics, "random_bytes", random_bytes_from(first, m))
+    want = linear.quantize(tail, choices.pack(), None, SEED)
     assert_same_bits(got[4], want[4], "tensor scales")
-    if choices.rows.wanted:
+    if choices.want_rows:
         assert_same_bits(got[0][first:], want[0], "rows")
-    if choices.columns.wanted:
-        start = first if choices.columns.operand else first // 2
+    if choices.want_columns:
+        start = first if choices.columns_as_operand else first // 2
         assert_same_bits(got[2][:, start:], want[2], "columns")
     if got[1].numel():
         at = first // 128  # of the tiles of 128 rows
         last = got[1].view(-(-m // 128), -1)[at:].flatten()
-        groups = k if not choices.mx else -(-k // 32) * 32
-        ours = reference_fp4.untile(last, m - at * 128, groups)[first - at * 128 :]
-        assert_same_bits(ours, reference_fp4.untile(want[1], TAIL, groups), "scales of rows")
+        groups = k if choices.rows.scaling == "nvfp4" else -(-k // 32) * 32
+        ours = fp4.untile(last, m - at * 128, groups)[first - at * 128 :]
+        assert_same_bits(ours, fp4.untile(want[1], TAIL, groups), "scales of rows")
     if got[3].numel():
-        ours = reference_fp4.untile(got[3], k, -(-m // 32) * 32)[:, first // 16 :]
-        assert_same_bits(ours, reference_fp4.untile(want[3], k, 64), "scales of columns")
+        ours = fp4.untile(got[3], k, -(-m // 32) * 32)[:, first // 16 :]
+        assert_same_bits(ours, fp4.untile(want[3], k, 64), "scales of columns")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "rows, columns",
+    [
+        (Cast("e4m3"), Cast("e4m3")),
+        (Cast("e4m3", "block"), Cast("e4m3", "block")),
+        (Cast("e4m3", "mx"), Cast("e4m3", "mx")),
+        (Cast("e4m3", "row"), None),
+    ],
+    ids=["tensor", "block", "mx", "row"],
+)
+def test_quantize_fp8(large_memory: str, rows: Cast, columns: Cast | None) -> None:
+    m, k = (1 << 20) + 140, 2048 + 8
+    x = torch.randn(1024, k, device=large_memory, dtype=torch.bfloat16)
+    x = x.repeat(m // 1024 + 1, 1)[:m]
+    x[-1, -1] = 100.0  # the largest of all, so that the tensor's scale is that of its end
+    tail = m // 128 * 128 - 128  # the last whole rows of blocks and what is beyond
+    got = ops.quantize_op(x, both(rows, columns).pack())
+    want = linear.quantize(x[tail:].cpu(), both(rows, columns).pack())
+    assert_same_bits(got[0][tail:], want[0], "rows")
+    if columns is not None:
+        assert_same_bits(got[2][:, tail:], want[2], "columns")
+    assert_same_bits(got[4], want[4], "tensor scales")
 
 
 @pytest.mark.gpu
@@ -169,24 +205,23 @@ def test_weight(large_memory: str, recipe: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4"])
 def test_packed_weights(large_memory: str, recipe: str) -> None:
-    """Weights that are packed for inference: there and back, and their last rows' products, for
+    """Weights that are packed for inference: there and back, and what their last rows give, for
     one token, for a few and for many."""
     n, k = SIZES[0]
-    linear = torch.nn.Linear(k, n, bias=False, device="meta", dtype=torch.bfloat16)
-    linear.weight = torch.nn.Parameter(noise(n, k, large_memory))
-    mx = recipe == "mxfp4"
-    choices = FP4Quantize(ON, mx=mx, two_d=not mx)
-    codes, scales, _, _, tensor_scales = ops.fp4_quantize_op(
-        linear.weight.detach(), None, choices.pack()
+    layer_of_bf16 = torch.nn.Linear(k, n, bias=False, device="meta", dtype=torch.bfloat16)
+    layer_of_bf16.weight = torch.nn.Parameter(noise(n, k, large_memory))
+    how = Cast("e2m1", recipe, square=recipe == "nvfp4")
+    codes, scales, _, _, tensor_scales = ops.quantize_op(
+        layer_of_bf16.weight.detach(), both(how, None).pack()
     )
-    layer = PackedFP4Linear.from_linear(linear, recipe)
-    del linear
+    layer = PackedFP4Linear.from_linear(layer_of_bf16, recipe)
+    del layer_of_bf16
     assert_same_bits(layer.scale.view(()), tensor_scales[0], "tensor scale")
-    back = fp4_weights.unpack(layer.packed, n, k)
+    back = w4a16.unpack(layer.packed, n, k)
     assert torch.equal(back[0], codes) and torch.equal(back[1], scales)
     del back, codes, scales
-    last = fp4_weights.unpack(layer.packed[-2:].clone(), TAIL, k)
-    w = reference_fp4.unpacked(*last, TAIL, k) * layer.scale
+    last = w4a16.unpack(layer.packed[-2:].clone(), TAIL, k)
+    w = fp4.unpacked(*last, TAIL, k) * layer.scale
     for tokens in (1, 40, 100):
         x = torch.randn(tokens, k, device=large_memory, dtype=torch.bfloat16)
         y = layer(x)
