@@ -271,7 +271,11 @@ def test_r03_inside_reuse_weights_and_compiled() -> None:
         assert_all_same([got["bias"], got["weight"]], [db, dw])
         assert_same_bits(torch.func.grad(loss_of(layer))(x), dx)
     compiled = torch.compile(torch.func.grad(loss_of(layer)), backend="aot_eager", fullgraph=True)
-    assert_same_bits(compiled(x), dx)
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
+        assert_same_bits(compiled(x), dx)
+    else:  # Dynamo would give zeros
+        with pytest.raises(Exception, match="expected torch 2.15 or newer for torch.func.grad"):
+            compiled(x)
 
 
 def test_r03_an_exported_module_too() -> None:

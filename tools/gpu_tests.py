@@ -24,12 +24,8 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
 
 # Recipes whose operators launch every kernel of a layer, at sizes ragged and empty.
 OPERATOR_TESTS = [
-    f"tests/test_operators.py::{test}-{recipe}]"
-    for test in (
-        "test_operators_equal_reference[cuda-33x100x72-float32",
-        "test_operators_equal_reference[cuda-0x48x32-float32",
-        "test_kernels_equal_reference[33x100x72-bfloat16",
-    )
+    f"tests/test_operators.py::test_operators_equal_reference[cuda-{case}-{recipe}]"
+    for case in ("33x100x72-float32", "33x100x72-bfloat16", "0x48x32-float32")
     for recipe in (
         *("fp8", "fp8_row", "fp8_block", "fp8_bf16_wgrad", "mxfp8", "powers"),
         *("nvfp4", "mxfp4", "nvfp4_four_over_six", "plain", "w 1 x 16"),

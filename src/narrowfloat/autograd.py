@@ -63,11 +63,10 @@ class LinearFunction(torch.autograd.Function):
             x_columns, x_scales = x, None
         elif not recipe.saves_x_scales:
             x_scales = None
-        reads_w = need_dx and not columns
+        reads_w, has_scales = need_dx and not columns, keep_w or (need_dw and recipe.saves_x_scale)
         ctx.save_for_backward(
-            x_columns, x_scales, scales if recipe.saves_scales else None, w if reads_w else None,
-            *columns,
-        )  # fmt: skip
+            x_columns, x_scales, scales if has_scales else None, w if reads_w else None, *columns
+        )
         ctx.in_features = w.shape[1]
         ctx.spec = recipe.backward_spec | asked | (W_MEASURED if keep_w else 0)
         ctx.draws = (need_dx and recipe.draws_dx) or (need_dw and recipe.draws_dw)
@@ -139,7 +138,7 @@ def linear(
         x = x.to(torch.get_autocast_dtype(kind))
     state = cached if history is None or recipe.delayed is None else history
     if compiling:  # what Dynamo sees of a Function has no forward mode to refuse
-        as_operator = torch.compiler.is_exporting() or functional_op.is_forward_mode_traced()
+        as_operator = functional_op.is_asked_for()
     else:
         as_operator = _transformed(x, w, bias)
     if as_operator:

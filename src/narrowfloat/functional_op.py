@@ -57,10 +57,23 @@ def has_tangent(t: Tensor | None) -> bool:
     return forward_ad.unpack_dual(t).tangent is not None
 
 
+# Compiled, a Function's gradients under torch.func.grad are zeros on torch 2.11, right on 2.15.
+_COMPILES_GRAD = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 15)
+
+
 @torch.compiler.assume_constant_result  # Dynamo guards the transforms themselves
-def is_forward_mode_traced() -> bool:
-    stack = torch._C._functorch.get_interpreter_stack() or []
-    return any(i.key() == torch._C._functorch.TransformType.Jvp for i in stack)
+def is_asked_for() -> bool:
+    """Whether whoever compiles needs the operator: torch.export, or forward mode, which refuses it.
+    A function of its own: up to torch 2.11 Dynamo takes is_exporting() itself for True."""
+    kinds = torch._C._functorch.TransformType
+    stack = [i.key() for i in torch._C._functorch.get_interpreter_stack() or []]
+    if kinds.Grad in stack and not _COMPILES_GRAD:
+        raise NotImplementedError(
+            f"narrowfloat.linear: expected torch 2.15 or newer for torch.func.grad under "
+            f"torch.compile, got {torch.__version__} (compile without the transform, or transform "
+            "without compiling)"
+        )
+    return torch.compiler.is_exporting() or kinds.Jvp in stack
 
 
 def refuse_forward_mode(*_: Any) -> Any:

@@ -123,7 +123,7 @@ class Recipe:
     keep_w: int = field(init=False, repr=False, compare=False)
     # which of the forward's results a backward can need
     saves_x_scales: bool = field(init=False, repr=False, compare=False)
-    saves_scales: bool = field(init=False, repr=False, compare=False)
+    saves_x_scale: bool = field(init=False, repr=False, compare=False)
     # how reuse_weights() quantizes w, for the quantize operator; 0 where it does not
     cached_spec: int = field(init=False, repr=False, compare=False)
     draws_dx: bool = field(init=False, repr=False, compare=False)  # stochastic rounding
@@ -168,7 +168,7 @@ class Recipe:
             "save_x": spec.SAVE_X if x_columns is not None else 0,
             "keep_w": spec.KEEP_W if measured else 0,
             "saves_x_scales": x_columns is not None and x_columns.scaling != "tensor",
-            "saves_scales": measured or (x_columns is not None and x_columns.of.tensor_scale),
+            "saves_x_scale": x_columns is not None and x_columns.of.tensor_scale,
             "cached_spec": self._cached(w, w_columns),
             "draws_dx": dy is not None and dy.stochastic,
             "draws_dw": dy_columns is not None and dy_columns.stochastic,
