@@ -63,8 +63,9 @@ $(STATE)/.built: setup.py tools/setup_env.py $(CXX_FILES) src/narrowfloat/_versi
 demo: build
 	$(PY) examples/train_gpt.py $(ARGS)
 
+# Two workers, a file each: what a file compiles for the CPU is compiled once.
 test: build
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(if $(TOOLS),-n 2 --dist loadfile) $(ARGS)
 
 bench: build
 	$(PY) benchmarks/bench.py $(ARGS)

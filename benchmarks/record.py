@@ -385,6 +385,8 @@ def tables(found: Sequence[tuple[str, dict[str, Any]]], brief: bool = False) -> 
         newest: dict[tuple[Any, ...], tuple[Row, Mapping[str, Any]]] = {}
         for name, content in found:
             for r in content["rows"] if name == gpu else ():
+                if r["bench"] not in KEYS:  # "ab" compares two builds: no table of its own
+                    continue
                 if not brief or BRIEF.get(r["bench"], lambda _: False)(r):
                     newest[key(r)] = r, content["machine"]
         if not newest:

@@ -184,16 +184,21 @@ def main() -> int:
             for i in range(args.shards)
         ]
     for tool, runs in running.items():
-        summary, output = {"passed": 0, "failed": 0, "skipped": 0, "errors": 0}, ""
+        output, of_each = "", []
         for i, run in enumerate(runs):
             left = None if args.limit is None else max(args.limit - (time.time() - begun), 1)
-            of_one, its_output = finish(f"{tool}{i}", run, begun, left)
+            summary, its_output = finish(f"{tool}{i}", run, begun, left)
             found = re.findall(r"SUMMARY: (\d+) ", its_output)
-            of_one["errors"] = sum(map(int, found)) if found else None
+            summary["errors"] = sum(map(int, found)) if found else None
             output += its_output
-            for key, value in of_one.items():
-                add = isinstance(value, int) and not isinstance(value, bool)
-                summary[key] = summary.get(key, 0) + value if add else value
+            of_each.append(summary)
+        summary = {}
+        for key in dict.fromkeys(key for one in of_each for key in one):
+            values = [one.get(key, 0) for one in of_each]
+            counts = [value for value in values if isinstance(value, int)]
+            # where one has no number, it has not ended, and nothing is known of all
+            summary[key] = sum(counts) if len(counts) == len(values) else None
+        summary["seconds"] = round(time.time() - begun, 1)
         if summary["errors"] or summary.get("failed"):
             summary["report"] = [s for s in output.splitlines() if s.startswith("=====")][:60]
         keep(tool, summary, output)
