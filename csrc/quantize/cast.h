@@ -5,9 +5,9 @@
 
 namespace narrowfloat {
 
-// What shares a scale. row: one fp32 a row of the operand; block, pow2: fp32, or a power of two, a
+// What shares a scale. row: fp32 per row of the operand; block, pow2: fp32, or a power of two, per
 // 128 elements of a row, or 128 x 128; mx: a power of two a 32; tensor: one fp32; nvfp4: e4m3 a 16,
-// or 16 x 16, and one fp32 a tensor; mxfp4: a power of two a 32. formats.py has the same numbers.
+// or 16 x 16, and fp32 per tensor; mxfp4: a power of two a 32. formats.py has the same numbers.
 enum class Scaling : int {
   none = 0,  // left in bf16
   row = 1,

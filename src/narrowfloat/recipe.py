@@ -115,7 +115,7 @@ class Recipe:
     wgrad: Gemm = Gemm("e5m2", "e4m3", "exact")
     delayed: Delayed | None = None
 
-    # What the operators are told, found once, without what a call wants of them (spec.py).
+    # The operators' specs, found once, without what a call asks for (spec.py).
     forward_spec: int = field(init=False, repr=False, compare=False)
     backward_spec: int = field(init=False, repr=False, compare=False)
     # what a call adds to them: x's columns, what the forward measured of w for dgrad

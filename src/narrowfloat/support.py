@@ -135,7 +135,7 @@ TABLE: dict[str, dict[Architecture, tuple[Route, ...]]] = {
     },
 }
 
-# On which hardware the kinds were run; "mixed" is all that mixed.py puts together of them.
+# On which hardware the kinds were run; "mixed" is a recipe whose GEMMs are of several.
 RAN: dict[Architecture, tuple[str, frozenset[str]]] = {
     SM90: ("run on an H200", frozenset({*TABLE, "mixed"})),
 }
@@ -298,7 +298,7 @@ def _supported(needs: Needs, device: torch.device) -> Support:
             f"recipe {needs.name} does not run on {sm}, which cuda:{index} is: {decisive[0].on}",
         )
     if how == "emulation":
-        lacks = " and ".join(dict.fromkeys(r.note or "products of this kind" for r in decisive))
+        lacks = " and ".join(dict.fromkeys(r.note or "GEMMs of this kind" for r in decisive))
         reason = f"{row.chips} has no {lacks}: the same numbers through its bf16 ones"
     else:
         on = " and ".join(dict.fromkeys(r.on for r in decisive))

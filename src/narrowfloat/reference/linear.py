@@ -1,7 +1,7 @@
 """The operators quantize, linear_forward and linear_backward, and their names with delayed scaling.
 
-Each operand is quantized as its Cast says and then multiplied in fp32. What the operators are told
-beside their tensors is one integer: spec.py.
+Each operand is quantized as its Cast says and then multiplied in fp32. The casts and flags of a
+call are one integer, its spec: spec.py.
 """
 
 from __future__ import annotations
