@@ -266,6 +266,8 @@ def serve(device: str) -> None:
 
 # ---- the parent ----
 
+Found = dict[str, list[dict[str, float]]]  # of the old and the new build, what each run measured
+
 
 class Build:
     """A worker's process, asked and answered line by line."""
@@ -309,7 +311,7 @@ def builds(old: pathlib.Path, new: pathlib.Path, device: str) -> Iterator[dict[s
             build.close()
 
 
-def row(what: str, which: Row, found: dict[str, list[dict[str, float]]]) -> Row:
+def row(what: str, which: Row, found: Found) -> Row:
     """Medians of both builds, and of the ratios of the pairs."""
     unit = "bytes" if what == "memory" else "us"
     old, new = ([answer[unit] for answer in found[side]] for side in ("old", "new"))
@@ -328,14 +330,34 @@ def row(what: str, which: Row, found: dict[str, list[dict[str, float]]]) -> Row:
     return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in made.items()}
 
 
-def pairs_of(both: dict[str, Build], what: str, which: Row, pairs: int) -> Row:
+def pairs_of(both: dict[str, Build], what: str, which: Row, pairs: int) -> Found:
     for build in both.values():
         build.ask("make", what=what, which=which)
-    found: dict[str, list[dict[str, float]]] = {"old": [], "new": []}
+    found: Found = {"old": [], "new": []}
     for pair in range(1 if what in ONCE else pairs):
         for side in ("old", "new") if pair % 2 == 0 else ("new", "old"):
             found[side].append(both[side].ask("run"))
-    return row(what, which, found)
+    return found
+
+
+def fresh_processes(options: argparse.Namespace, recipes: list[str]) -> dict[str, Found]:
+    """Host times of each recipe, of one pair of medians from every pair of fresh processes.
+
+    A process is faster or slower than the next of the same build by a tenth or more (where its
+    memory lies, which cores it gets), however often it is asked; so each counts once.
+    """
+    found: dict[str, Found] = {recipe: {"old": [], "new": []} for recipe in recipes}
+    for _ in range(options.processes):
+        with builds(options.old, options.new, options.device) as both:
+            for recipe in recipes:
+                of_pair = pairs_of(both, "host", {"recipe": recipe}, options.pairs)
+                for side, answers in of_pair.items():
+                    middle = {
+                        key: statistics.median(answer[key] for answer in answers)
+                        for key in answers[0]
+                    }
+                    found[recipe][side].append(middle)
+    return found
 
 
 def write(path: pathlib.Path, machine: dict[str, Any], rows: list[Row]) -> None:
@@ -353,6 +375,9 @@ def main() -> int:
     parser.add_argument("--what", nargs="+", choices=WHATS, default=list(WHATS))
     parser.add_argument("--recipes", nargs="+", help="default: every recipe that both builds have")
     parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument(
+        "--processes", type=int, default=1, help="with more, host alone: fresh pairs of processes"
+    )
     parser.add_argument("--seconds", type=float, default=190, help="begin no row after these")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--commit", help="of the new build, for a copy of the tree without git")
@@ -374,6 +399,12 @@ def main() -> int:
         machine["old"] = options.old_commit
         common = [name for name in hello["old"]["recipes"] if name in hello["new"]["recipes"]]
         recipes = [name for name in common if name in (options.recipes or common)]
+        if options.processes > 1:
+            for recipe, found in fresh_processes(options, recipes).items():
+                rows.append(row("host", {"recipe": recipe}, found) | {"fresh_processes": True})
+                print(json.dumps(rows[-1]), flush=True)
+            write(options.out, machine, rows)
+            return 0
         for what in options.what:
             for which in work(what, recipes, options.device == "cuda"):
                 name = " ".join(map(str, (what, *which.values())))
@@ -382,16 +413,16 @@ def main() -> int:
                     failed += 1
                     continue
                 try:
-                    rows.append(pairs_of(both, what, which, options.pairs))
+                    rows.append(row(what, which, pairs_of(both, what, which, options.pairs)))
                 except ValueError as error:  # costs this row alone
                     print(f"FAILED {name}\n{error}", file=sys.stderr, flush=True)
                     failed += 1
                     continue
-                found, unit = rows[-1], "bytes" if what == "memory" else "us"
-                over = f", over bf16 {found['new_over_bf16']:.3f}" if what == "host" else ""
-                sizes = f"{found[f'old_{unit}']:g} -> {found[f'new_{unit}']:g} {unit}"
-                spread = f" +- {found['spread']:.4f}" if "spread" in found else ""
-                print(f"{name}: {found['ratio']:.4f}{spread}, {sizes}{over}", flush=True)
+                made, unit = rows[-1], "bytes" if what == "memory" else "us"
+                over = f", over bf16 {made['new_over_bf16']:.3f}" if what == "host" else ""
+                sizes = f"{made[f'old_{unit}']:g} -> {made[f'new_{unit}']:g} {unit}"
+                spread = f" +- {made['spread']:.4f}" if "spread" in made else ""
+                print(f"{name}: {made['ratio']:.4f}{spread}, {sizes}{over}", flush=True)
                 write(options.out, machine, rows)
     print(f"{len(rows)} rows, {failed} failed, {time.monotonic() - began:.0f} s", flush=True)
     return 1 if failed else 0

@@ -196,6 +196,10 @@ def main() -> int:
         for key in dict.fromkeys(key for one in of_each for key in one):
             values = [one.get(key, 0) for one in of_each]
             counts = [value for value in values if isinstance(value, int)]
+            lists = [value for value in values if isinstance(value, list)]
+            if lists:
+                summary[key] = sorted({line for lines in lists for line in lines})
+                continue
             # where one has no number, it has not ended, and nothing is known of all
             summary[key] = sum(counts) if len(counts) == len(values) else None
         summary["seconds"] = round(time.time() - begun, 1)
