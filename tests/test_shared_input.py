@@ -127,7 +127,7 @@ def test_the_same_bits(shared_recipe: nf.Recipe, device: str, how: str) -> None:
 
 
 def test_quantized_and_kept_once(shared_recipe: nf.Recipe, device: str) -> None:
-    """O-91 and the issue's bar: what is saved of x is at most .55 of bf16's x, for three readers."""
+    """What three readers save of one x is at most .55 of bf16's x."""
     layers = three(shared_recipe, device, bias=False)
     learned(layers, device)
     x = torch.randn(1024, K, device=device)
