@@ -7,6 +7,7 @@ CUDA kernels register from csrc/api/ops.cpp. A fake has the same signature too (
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -125,7 +126,7 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
-def _rows_of(x: Tensor) -> int:  # a SymInt while shapes are traced
+def rows_of(x: Tensor) -> int:  # a SymInt while shapes are traced
     rows = 1
     for size in x.shape[:-1]:
         rows = rows * size
@@ -143,7 +144,7 @@ def _empty(like: Tensor, layout: tuple[tuple[int, ...], torch.dtype]) -> Tensor:
 def _quantize(
     x: Tensor, spec: int, scale: Tensor | None = None, seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    m, k = _rows_of(x), x.shape[-1]
+    m, k = rows_of(x), x.shape[-1]
     choices = specs.Quantize.unpack(spec)
     made: list[Tensor] = []
     any_scale = False
@@ -199,24 +200,42 @@ def _linear_forward(
     out_features: int = 0,
     in_features: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sizes = rows, out_features, in_features
+    return fake_forward(x, w, bias, spec, x_codes, w_codes, sizes)
+
+
+def fake_forward(
+    x: Tensor | None,
+    w: Tensor | None,
+    bias: Tensor | None,
+    spec: int,
+    x_codes: Tensor | None = None,
+    w_codes: Tensor | None = None,
+    sizes: tuple[int, int, int] = (0, 0, 0),
+    flat_scales: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """linear_forward's fake. flat_scales: those of x's columns with one dimension."""
     choices = specs.Forward.unpack(spec)
     if x is not None and w is not None:
         check_linear(x, w, bias, "linear")
     like = x if x is not None else x_codes
     if like is None:
         raise ValueError("linear: expected x, or x_codes, got None (pass it)")
-    m = rows if x is None else _rows_of(x)
-    n, k = (out_features, in_features) if w is None else w.shape
+    m = sizes[0] if x is None else rows_of(x)
+    n, k = sizes[1:] if w is None else w.shape
     columns = choices.wgrad_b if choices.save_x else None
     length = SCALE if has_tensor_scale(columns) else 0
     if choices.keep_w and w_codes is None and choices.fprop_b is not None:
         length += {"tensor": SCALE, "row": padded(k)}.get(choices.fprop_b.scaling, 0)
+    of_scales, scale_dtype = scales_layout(columns, k, m)
+    if flat_scales:
+        of_scales = (math.prod(of_scales),)
     return (
         like.new_empty((m, n), dtype=choices.y_dtype)
         if x is None
         else x.new_empty((*x.shape[:-1], n)),
         _empty(like, codes_layout(columns, k, m)),
-        _empty(like, scales_layout(columns, k, m)),
+        _empty(like, (of_scales, scale_dtype)),
         like.new_empty((length,), dtype=torch.float32),
     )
 
