@@ -3,7 +3,7 @@
 from . import _binary as _binary
 from . import ops as ops
 from ._version import __version__
-from .amax_history import step
+from .amax_history import delayed_state, load_delayed_state, step
 from .autograd import (
     BlockLinearFunction,
     DelayedLinearFunction,
@@ -77,6 +77,7 @@ __all__ = [
     "__version__",
     "block_recipe",
     "convert",
+    "delayed_state",
     "fp4_dequantize",
     "fp4_matmul",
     "fp4_matmul_backward_A",
@@ -88,6 +89,7 @@ __all__ = [
     "fp8_mm",
     "fp8_mm_view",
     "linear",
+    "load_delayed_state",
     "load_plans",
     "matmul",
     "mixed_recipe",

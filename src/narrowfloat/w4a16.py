@@ -300,6 +300,16 @@ class PackedFP4Linear(nn.Module):
         layer.bias = None if linear.bias is None else linear.bias.detach().clone()
         return layer.train(linear.training)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "recipe":
+            before, value = vars(self).get(name), _fp4_recipe(value)
+            if before is not None and before != value:
+                raise ValueError(
+                    f"PackedFP4Linear: expected the recipe that its weights are packed in, "
+                    f"{before}, got {value} (pack them again from a Linear)"
+                )
+        super().__setattr__(name, value)
+
     def forward(self, input: Tensor) -> Tensor:
         if input.requires_grad and torch.is_grad_enabled():
             raise ValueError(

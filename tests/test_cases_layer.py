@@ -1,0 +1,157 @@
+"""A layer in the place of nn.Linear: its outputs, its recipe, what traces, counts and nests around
+it. One test for each sample of R-05 and R-07 to R-10 (CASES.md) and their kind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_same_bits
+from torch import Tensor, nn
+
+import narrowfloat as nf
+
+NAMES = sorted(nf.RECIPES)
+CURRENT = [name for name in NAMES if nf.RECIPES[name].delayed is None]
+named = pytest.mark.parametrize("recipe", NAMES)
+
+
+def skip_unless(recipe: Any, device: str) -> None:
+    if not (answer := nf.supported(recipe, device)):
+        pytest.skip(answer.reason)
+
+
+def layer_of(recipe: Any = "fp8", device: str = "cpu") -> nf.Linear:
+    return nf.Linear(64, 48, device=device, recipe=recipe)
+
+
+def trained(call: nn.Module, x: Tensor) -> list[Tensor]:
+    """y and all gradients, with one draw."""
+    leaf = x.detach().clone().requires_grad_()
+    call.zero_grad()
+    torch.manual_seed(5)
+    y = call(leaf)
+    y.square().sum().backward()
+    return [y.detach(), leaf.grad, *(p.grad.clone() for p in call.parameters())]
+
+
+def assert_all_same(got: list[Tensor], want: list[Tensor]) -> None:
+    for at, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_same_bits(a, b, f"result {at}")
+
+
+# ---- R-10: the recipe of a layer ----
+
+
+@named
+@pytest.mark.parametrize("of", [nf.Linear, nf.FP8Linear, nf.FP4Linear])
+def test_r10_a_name_is_taken(device: str, recipe: str, of: type[nf.Linear]) -> None:
+    """What is set later is as if it were given first, in copies too."""
+    skip_unless(recipe, device)
+    want = of(64, 48, device=device, recipe=recipe)
+    x = torch.randn(24, 64, device=device)
+    layer = of(64, 48, device=device)
+    layer.load_state_dict(want.state_dict())
+    for each in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        each.recipe = recipe
+        assert each.recipe is nf.RECIPES[recipe]
+        assert (each.scale_history is None) == (each.recipe.delayed is None)
+        with nf.reuse_weights(each):
+            got = trained(each, x)
+        assert_all_same(got, trained(copy.deepcopy(want), x))
+
+
+@pytest.mark.parametrize("wrong", ["fp9", "mxfp9", "", None, 8, nf.Gemm(), "bf16"])
+def test_r10_others_are_refused_where_they_are_set(wrong: Any) -> None:
+    """With the names there are; the layer stays as it was."""
+    for layer in (
+        layer_of(),
+        nf.FP4Linear(64, 48),
+        copy.deepcopy(layer_of("fp8_delayed")),
+        pickle.loads(pickle.dumps(layer_of())),
+    ):
+        before, history = layer.recipe, layer.scale_history
+        with pytest.raises(ValueError, match="expected a Recipe or a name out of .*'mxfp8'"):
+            layer.recipe = wrong
+        assert layer.recipe is before
+        assert layer.scale_history is history
+        assert f"recipe={before}" in repr(layer)
+
+
+def test_r10_histories_begin_and_end(device: str) -> None:
+    layer, x = layer_of(device=device), torch.randn(8, 64, device=device)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.01)
+
+    def step() -> int:
+        layer(x).sum().backward()
+        optimizer.step()
+        return int((layer.scale_history[0, 4:] != 0).sum())
+
+    layer.recipe = "fp8_delayed"
+    assert [step(), step()] == [1, 2]
+    history = layer.scale_history
+    layer.recipe = layer.recipe  # nothing new
+    layer.recipe = copy.deepcopy(layer.recipe)
+    assert layer.scale_history is history
+    layer.recipe = nf.Recipe("latest", delayed=nf.Delayed(use="latest"))
+    assert step() == 1
+    layer.recipe = nf.Recipe("longer", delayed=nf.Delayed(length=40))
+    assert (step(), layer.scale_history.shape) == (1, (3, 44))
+    layer.recipe = "fp8"
+    assert layer.scale_history is None
+    with pytest.raises(ValueError, match="expected a recipe with delayed scaling, got fp8"):
+        layer.history()
+    layer(x).sum().backward()
+    optimizer.step()
+    layer.recipe = "fp8_delayed"
+    assert not layer.scale_history.any()
+
+
+def test_r10_a_cached_weight_is_let_go(device: str) -> None:
+    """Inside reuse_weights, also where the new recipe caches nothing."""
+    layer, x = layer_of(device=device), torch.randn(24, 64, device=device)
+    for recipe in ("fp8_row", "nvfp4", "fp8_delayed", "fp8"):
+        if not nf.supported(recipe, device):
+            continue
+        with nf.reuse_weights(layer):
+            layer.recipe = "fp8"
+            layer(x)
+            assert len(layer.weight_cache._cached) == 1
+            layer.recipe = "fp8"
+            assert len(layer.weight_cache._cached) == 1
+            layer.recipe = recipe
+            assert len(layer.weight_cache._cached) == (recipe == "fp8")
+            got = trained(layer, x)
+        want = nf.Linear(64, 48, device=device, recipe=recipe)
+        want.load_state_dict(layer.state_dict())
+        assert_all_same(got, trained(want, x))
+
+
+def test_r10_compiled_code_sees_the_change() -> None:
+    layer, x = layer_of(), torch.randn(24, 64)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for recipe in ("fp8", "mxfp8", "fp8_delayed", "fp8"):
+        layer.recipe = recipe
+        want = nf.linear(x, layer.weight, layer.bias, recipe)
+        assert_same_bits(compiled(x).detach(), want.detach())
+
+
+def test_r10_packed_weights_keep_theirs() -> None:
+    packed = nf.PackedFP4Linear.from_linear(nn.Linear(64, 48), "mxfp4")
+    packed.recipe = "mxfp4"
+    for wrong, text in (("nvfp4", "that its weights are packed in, mxfp4"), ("fp8", "an FP4 rec")):
+        with pytest.raises(ValueError, match=text):
+            packed.recipe = wrong
+    assert packed.recipe is nf.RECIPES["mxfp4"]
+    assert copy.deepcopy(packed).recipe == packed.recipe
+
+
+def test_r10_reading_is_an_attribute() -> None:
+    """No property: the hot path reads the instance's dictionary."""
+    layer = layer_of("mxfp8")
+    assert vars(layer)["recipe"] is nf.RECIPES["mxfp8"]
+    assert not isinstance(vars(nf.Linear)["recipe"], property)
