@@ -44,6 +44,117 @@ def assert_all_same(got: list[Tensor], want: list[Tensor]) -> None:
         assert_same_bits(a, b, f"result {at}")
 
 
+# ---- R-05: results are tensors of their own ----
+
+SHAPES = [(64,), (1, 64), (24, 64), (2, 12, 64), (0, 64)]
+
+
+def added(y: Tensor) -> Tensor:
+    y += 1
+    return y
+
+
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda y: nn.functional.relu(y, inplace=True),
+    "add": added,
+    "mul": lambda y: y.mul_(3),
+    "masked": lambda y: y.masked_fill_(y > 0, 0.5),
+    "index": lambda y: y.__setitem__((..., 0), 0.25) or y,
+}
+
+
+class InPlace(nn.Module):
+    def __init__(self, layer: nn.Module, change: Callable[[Tensor], Tensor], copy: bool) -> None:
+        super().__init__()
+        self.layer, self.change, self.copy = layer, change, copy
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return self.change(y.clone() if self.copy else y)
+
+
+@named
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_r05_y_may_be_changed_in_place(device: str, recipe: str, shape: tuple[int, ...]) -> None:
+    """As after a copy, bit for bit; with a gradient of x and without; and bf16, autocast."""
+    skip_unless(recipe, device)
+    x = torch.randn(shape, device=device)
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = layer_of(recipe, device).to(dtype)
+        for change in IN_PLACE.values():
+            want = trained(InPlace(copy.deepcopy(layer), change, True), x.to(dtype))
+            got = trained(InPlace(copy.deepcopy(layer), change, False), x.to(dtype))
+            assert_all_same(got, want)
+            change(layer(x.to(dtype))).sum().backward()
+            with torch.autocast(device, torch.bfloat16):
+                change(layer(x)).sum().backward()
+            with torch.no_grad():
+                change(layer(x.to(dtype)))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_block", "nvfp4"])
+def test_r05_of_functions_too(device: str, recipe: str) -> None:
+    a, b = torch.randn(2, 8, 64, device=device), torch.randn(64, 48, device=device)
+    for requires in ((True, True), (False, True), (True, False), (False, False)):
+        a, b = a.detach().requires_grad_(requires[0]), b.detach().requires_grad_(requires[1])
+        made = [
+            nf.matmul(a, b, recipe),
+            nf.linear(a, b.t(), None, recipe),
+            nf.fp4_matmul(a, b),
+            nf.FP4MatMulFunction.apply(a, b),
+            *nf.FP4QuantizeFunction.apply(a),
+            nf.FP4DequantizeFunction.apply(*nf.FP4QuantizeFunction.apply(a)),
+            nf.quantize(a, "fp8_block").dequantize(),
+            nf.fp8_linear_forward(a, b.t()),
+        ]
+        for result in made:
+            result += 1
+            if result.requires_grad:
+                result.sum().backward()
+        if recipe == "fp8":
+            assert not any(t._is_view() for t in made[:5])
+
+
+@named
+def test_r05_gradients_may_be_changed_in_place(device: str, recipe: str) -> None:
+    """Hooks that write to what they are given; gradients that are accumulated and zeroed."""
+    skip_unless(recipe, device)
+    first, layer = nn.Linear(64, 64, device=device), layer_of(recipe, device)
+    x = torch.randn(2, 12, 64, device=device)
+    results = []
+    for in_place in (True, False):
+        torch.manual_seed(5)
+        leaf = x.clone().requires_grad_()
+        hidden = first(leaf)
+        hidden.register_hook(lambda g, at=in_place: g.mul_(2) if at else g * 2)
+        y = copy.deepcopy(layer)(hidden)
+        y.register_hook(lambda g, at=in_place: g.clamp_(-1, 1) if at else g.clamp(-1, 1))
+        y.square().sum().backward()
+        results.append([leaf.grad, first.weight.grad.clone()])
+        first.zero_grad()
+    assert_all_same(*results)
+    leaf = x.clone().requires_grad_()
+    layer(leaf).sum().backward()
+    assert not leaf.grad._is_view()
+    leaf.grad.zero_()
+    leaf.grad.detach_()
+    for parameter in layer.parameters():
+        parameter.grad.detach_()
+    layer.zero_grad(set_to_none=False)
+    layer(leaf).sum().backward()
+
+
+def test_r05_transformed_exported_and_compiled() -> None:
+    layer, x = layer_of(), torch.randn(24, 64)
+    model = nn.Sequential(layer, nn.ReLU(inplace=True))
+    want = trained(nn.Sequential(layer, nn.ReLU()), x)
+    dx = torch.func.grad(lambda x: model(x).square().sum())(x)
+    assert_same_bits(dx, want[1])
+    for strict in (True, False):
+        assert_all_same(trained(torch.export.export(model, (x,), strict=strict).module(), x), want)
+    assert_all_same(trained(torch.compile(model, backend="aot_eager", fullgraph=True), x), want)
+
+
 # ---- R-10: the recipe of a layer ----
 
 
