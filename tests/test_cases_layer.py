@@ -6,12 +6,20 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from conftest import assert_same_bits
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import FlopCounterMode
 
 import narrowfloat as nf
 
@@ -153,6 +161,129 @@ def test_r05_transformed_exported_and_compiled() -> None:
     for strict in (True, False):
         assert_all_same(trained(torch.export.export(model, (x,), strict=strict).module(), x), want)
     assert_all_same(trained(torch.compile(model, backend="aot_eager", fullgraph=True), x), want)
+
+
+# ---- R-08: who counts and who saves ----
+
+
+def flops(call: Callable[[], Any]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def train_call(layer: nn.Module, x: Tensor) -> Callable[[], Any]:
+    return lambda: layer(x).square().sum().backward()
+
+
+@named
+@pytest.mark.parametrize("bias", [True, False])
+def test_r08_flops_are_nn_linears(device: str, recipe: str, bias: bool) -> None:
+    """Forward, backward, with each set of gradients that is asked for."""
+    skip_unless(recipe, device)
+    layer = nf.Linear(64, 48, bias, device=device, recipe=recipe)
+    plain = nn.Linear(64, 48, bias, device=device)
+    for shape in ((24, 64), (2, 12, 64)):
+        for requires in (True, False):
+            x = torch.randn(shape, device=device, requires_grad=requires)
+            assert flops(lambda x=x: layer(x)) == flops(lambda x=x: plain(x)) == 2 * 24 * 64 * 48
+            want = flops(train_call(plain, x))
+            assert want == (3 if requires else 2) * 2 * 24 * 64 * 48
+            assert flops(train_call(layer, x)) == want
+            with nf.reuse_weights(layer):
+                layer(x)
+                assert flops(train_call(layer, x)) == want
+    frozen = copy.deepcopy(layer).requires_grad_(False)
+    x = torch.randn(24, 64, device=device, requires_grad=True)
+    assert flops(train_call(frozen, x)) == 2 * 2 * 24 * 64 * 48
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_block", "nvfp4", "fp8_delayed"])
+def test_r08_compiled_exported_transformed(recipe: str) -> None:
+    layer, plain = layer_of(recipe), nn.Linear(64, 48)
+    x = torch.randn(24, 64, requires_grad=True)
+
+    def compiled(m: nn.Module) -> nn.Module:
+        call = torch.compile(m, backend="aot_eager")
+        train_call(call, x)()
+        return call
+
+    assert flops(train_call(compiled(layer), x)) == flops(train_call(compiled(plain), x)) > 0
+    if recipe == "fp8_delayed":
+        return
+    want = flops(train_call(plain, x))
+    assert flops(train_call(torch.export.export(layer, (x,)).module(), x)) == want
+    y = x.detach()
+    of_grad = lambda m: lambda: torch.func.grad(lambda x: m(x).sum())(y)  # noqa: E731
+    got = flops(of_grad(layer))
+    assert got >= flops(of_grad(plain))  # dw, which is not asked for, is not known to be unwanted
+
+
+def test_r08_of_the_other_operators(device: str) -> None:
+    x, w = torch.randn(24, 64, device=device), torch.randn(48, 64, device=device)
+    one, want = torch.ones((), device=device), 2 * 24 * 64 * 48
+    a, b = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
+    packed = nf.PackedFP4Linear.from_linear(nn.Linear(64, 48, device=device))
+    out, accumulate = torch.zeros(24, 48, device=device), nf.ops.scaled_mm_accumulate_op
+    calls: list[Callable[[], Any]] = [
+        lambda: nf.fp8_mm(a, b),
+        lambda: accumulate(out, a, b, one, one, False),
+        lambda: packed(x),
+        lambda: nf.matmul(x, w.t()),
+        lambda: nf.fp4_matmul(x, w.t()),
+        lambda: nf.fp4_matmul_backward_A(out, w.t()),
+        lambda: nf.fp4_matmul_backward_B(x, out),
+        lambda: nf.fp8_linear_backward(out, x, w, (True, False, True)),
+    ]
+    for call in calls:
+        with torch.no_grad():
+            assert flops(call) == want
+
+
+def test_r08_every_operator_that_multiplies_is_there() -> None:
+    names = {op._opname for op in nf.GEMM_OPS}
+    defined = {op.split("::")[1] for op in torch._C._dispatch_get_all_op_names()
+               if op.startswith("narrowfloat::")}  # fmt: skip
+    assert defined - names == {"quantize"}
+    assert all(isinstance(op, torch._ops.OpOverload) for op in nf.GEMM_OPS)
+
+
+@named
+@pytest.mark.parametrize("as_list", [True, False])
+def test_r08_a_selective_checkpoint_saves_them(device: str, recipe: str, as_list: bool) -> None:
+    """Nothing is multiplied twice, and the gradients are those without a checkpoint."""
+    skip_unless(recipe, device)
+    layer = layer_of(recipe, device)
+    model = nn.Sequential(layer, nn.GELU(), nn.Linear(48, 48, device=device))
+    x = torch.randn(24, 64, device=device)
+    want = trained(copy.deepcopy(model), x)
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op in nf.GEMM_OPS
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Checkpointed(nn.Module):
+        def __init__(self, saved: Any) -> None:
+            super().__init__()
+            self.model, self.saved = copy.deepcopy(model), saved
+
+        def forward(self, x: Tensor) -> Tensor:
+            context = partial(create_selective_checkpoint_contexts, self.saved)
+            return checkpoint(self.model, x, use_reentrant=False, context_fn=context)
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            made.append(func)
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for saved in (list(nf.GEMM_OPS) if as_list else policy, [torch.ops.aten.mm.default]):
+        made: list[Any] = []
+        with Calls():
+            got = trained(Checkpointed(saved), x)
+        assert_all_same(got, want)
+        counts.append(sum(op in nf.GEMM_OPS for op in made))
+    assert counts == [2, 3]  # forward and backward; and once more
 
 
 # ---- R-10: the recipe of a layer ----

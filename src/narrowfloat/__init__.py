@@ -29,6 +29,7 @@ from .functional import (
     fp8_mm,
     fp8_mm_view,
 )
+from .gemm_ops import GEMM_OPS
 from .modules import FP4Linear, FP8Linear, Linear
 from .quantized import BlockTensor, FP4Tensor, QuantizedTensor, quantize
 from .recipe import (
@@ -49,6 +50,7 @@ from .w4a16 import PackedFP4Linear
 from .weight_cache import reuse_weights
 
 __all__ = [
+    "GEMM_OPS",
     "RECIPES",
     "BlockLinearFunction",
     "BlockRecipe",
