@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import assert_same_bits
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -163,6 +167,251 @@ def test_r05_transformed_exported_and_compiled() -> None:
     assert_all_same(trained(torch.compile(model, backend="aot_eager", fullgraph=True), x), want)
 
 
+# ---- R-07: torch.fx ----
+
+
+class Block(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([make(), nn.GELU(), nn.Sequential(make())])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) + 1
+        return x
+
+
+def targets(traced: fx.GraphModule, op: str) -> list[Any]:
+    return [node.target for node in traced.graph.nodes if node.op == op]
+
+
+class Plain(nf.Linear):
+    """A subclass that changes nothing."""
+
+
+class Doubled(nf.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+@named
+@pytest.mark.parametrize("of", [nf.Linear, nf.FP8Linear, nf.FP4Linear, Plain])
+def test_r07_a_layer_is_a_leaf(device: str, recipe: str, of: type[nf.Linear]) -> None:
+    """As nn.Linear is: one node for its module, and what is traced trains as the model does."""
+    skip_unless(recipe, device)
+    model = Block(lambda: of(64, 64, device=device, recipe=recipe))
+    like = fx.symbolic_trace(Block(lambda: nn.Linear(64, 64)))
+    with nf.reuse_weights(model):
+        traced = fx.symbolic_trace(copy.deepcopy(model))
+    assert str(traced.graph) == str(like.graph)
+    assert targets(traced, "call_module") == ["layers.0", "layers.1", "layers.2.0"]
+    x = torch.randn(24, 64, device=device)
+    want = trained(copy.deepcopy(model), x)
+    again = copy.deepcopy(fx.symbolic_trace(traced))
+    traced.layers.get_submodule("0").recipe = recipe  # the module itself is called
+    assert_all_same(trained(traced, x), want)
+    assert_all_same(trained(again, x), want)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4"])
+def test_r07_packed_weights_are_leaves_too(recipe: str) -> None:
+    model = Block(lambda: nf.PackedFP4Linear.from_linear(nn.Linear(64, 64), recipe))
+    traced, x = fx.symbolic_trace(model), torch.randn(24, 64)
+    assert targets(traced, "call_module") == ["layers.0", "layers.1", "layers.2.0"]
+    assert_same_bits(traced(x), model(x))
+    model.layers[0].register_forward_hook(lambda m, x, y: y + 1)
+    for refused in (model, model.layers[0]):
+        with pytest.raises(NotImplementedError, match="PackedFP4Linear: .* torch.fx traces"):
+            fx.symbolic_trace(refused)
+
+
+def test_r07_what_surrounds_a_forward_counts_once(device: str) -> None:
+    """A subclass's own forward and hooks are traced around the function, not also run in a leaf."""
+    hooked, x = Plain(64, 64, device=device), torch.randn(24, 64, device=device)
+    hooked.register_forward_hook(lambda m, x, y: y * 3)
+    before = Plain(64, 64, device=device)
+    before.register_forward_pre_hook(lambda m, x: x[0] * 3)
+    for layer in (Doubled(64, 64, device=device), hooked, before):
+        for model in (nn.Sequential(nn.GELU(), layer), layer):
+            traced = fx.symbolic_trace(copy.deepcopy(model))
+            assert nf.linear in targets(traced, "call_function")
+            if model is not layer or layer.__class__ is Doubled:  # fx leaves the root's hooks out
+                assert_all_same(trained(traced, x), trained(model, x))
+    delayed = Doubled(64, 64, recipe="fp8_delayed")
+    with pytest.raises(NotImplementedError, match="current scaling .* got fp8_delayed"):
+        fx.symbolic_trace(nn.Sequential(delayed))
+
+
+class Functions(nn.Module):
+    def __init__(self, recipe: Any) -> None:
+        super().__init__()
+        self.weight, self.recipe = nn.Parameter(torch.randn(64, 64)), recipe
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nf.linear(x, self.weight, recipe=self.recipe)
+        return nf.matmul(nf.matmul(y, self.weight, self.recipe), x.t(), self.recipe)
+
+
+@pytest.mark.parametrize("recipe", CURRENT)
+def test_r07_functions_are_nodes(recipe: str) -> None:
+    for given in (recipe, nf.RECIPES[recipe]):
+        model, x = Functions(given), torch.randn(32, 64)
+        traced = fx.symbolic_trace(model)
+        assert targets(traced, "call_function") == [nf.linear, nf.matmul, nf.matmul]
+        assert repr(recipe) in traced.code
+        assert_all_same(trained(traced, x), trained(model, x))
+
+
+def test_r07_a_recipe_without_a_name_is_refused() -> None:
+    mine = nf.mixed_recipe("mine", "fp8", "bf16", "fp8")
+    for model in (Functions(mine), Doubled(64, 64, recipe=mine)):
+        with pytest.raises(ValueError, match="expected a recipe out of RECIPES under torch.fx"):
+            fx.symbolic_trace(model)
+    traced = fx.symbolic_trace(nn.Sequential(nf.Linear(64, 64, recipe=mine)))  # a leaf
+    assert targets(traced, "call_module") == ["0"]
+
+
+# ---- R-09: tensors of other kinds ----
+
+
+def jagged(*lengths: int, device: str = "cpu", width: int = 64) -> Tensor:
+    rows = [torch.randn(n, width, device=device) for n in lengths]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged, device=device)
+
+
+@named
+def test_r09_jagged_tensors(device: str, recipe: str) -> None:
+    """y is as ragged as x, with the bits and gradients of the rows taken together."""
+    skip_unless(recipe, device)
+    layer = layer_of(recipe, device)
+    plain = nn.Linear(64, 48, device=device)
+    x = jagged(3, 17, 1, device=device)
+    want = trained(copy.deepcopy(layer), x.values())
+    leaf = x.detach().requires_grad_()
+    torch.manual_seed(5)
+    y = layer(leaf)
+    assert y.shape == plain(leaf).shape  # the ragged size is x's
+    y.values().square().sum().backward()
+    got = [y.values().detach(), leaf.grad.values(), *(p.grad for p in layer.parameters())]
+    assert_all_same(got, want)
+    both = nn.Sequential(copy.deepcopy(layer), nn.GELU(), nn.Linear(48, 64, device=device))(x) + x
+    assert both.shape == x.shape
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    if nf.RECIPES[recipe].delayed is None:
+        made = nf.matmul(x, layer.weight.t(), recipe)
+        assert_same_bits(made.values(), nf.matmul(x.values(), layer.weight.t(), recipe))
+
+
+def test_r09_jagged_tensors_elsewhere(device: str) -> None:
+    x = jagged(3, 17, 1, device=device)
+    packed = nf.PackedFP4Linear.from_linear(nn.Linear(64, 48, device=device))
+    assert_same_bits(packed(x).values(), packed(x.values()))
+    layer = layer_of(device=device)
+    heads = torch.nested.nested_tensor_from_jagged(
+        torch.randn(21, 5, 64, device=device), x.offsets()
+    )
+    assert_same_bits(layer(heads).values(), layer(heads.values()))
+    if device == "cpu":
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        assert_same_bits(compiled(x).values(), layer(x).values())
+    starts, ends = torch.tensor([0, 1, 2], device=device), torch.tensor([3, 2, 5], device=device)
+    holes = torch.nested.narrow(
+        torch.randn(3, 8, 64, device=device), 1, starts, ends - starts, layout=torch.jagged
+    )
+    for each in (layer, packed):
+        with pytest.raises(ValueError, match=r"without holes, .* x.contiguous\(\)"):
+            each(holes)
+        with pytest.raises(ValueError, match="whose last dimension is ragged"):
+            each(x.transpose(1, 2))
+    assert layer(holes.contiguous()).values().shape == (7, 48)
+
+
+class Wrapper(Tensor):
+    """A tensor that knows nothing of our operators."""
+
+    @staticmethod
+    def __new__(cls, t: Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, t.shape, dtype=t.dtype, device=t.device)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented if "narrowfloat" in str(func) else args[0]
+
+
+OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "coo": (lambda t: t.to_sparse(), r"layout torch.sparse_coo \(give it x.to_dense\(\)\)"),
+    "csr": (lambda t: t.to_sparse_csr(), r"layout torch.sparse_csr \(give it x.to_dense\(\)\)"),
+    "mkldnn": (lambda t: t.to_mkldnn(), r"layout torch._mkldnn \(give it x.to_dense\(\)\)"),
+    "strided": (lambda t: torch.nested.as_nested_tensor([t, t]), "make it with layout=torch.jagged"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "mxfp8", "nvfp4"])
+def test_r09_others_are_refused_by_name(recipe: str, kind: str) -> None:
+    """As x and as w, with gradients and without, in layers and functions."""
+    make, text = OTHERS[kind]
+    x, layer = torch.randn(24, 64), layer_of(recipe)
+    packed = nf.PackedFP4Linear.from_linear(nn.Linear(64, 48))
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            for call in (
+                lambda: layer(make(x)),
+                lambda: nf.linear(make(x), layer.weight, None, recipe),
+                lambda: nf.matmul(make(x), layer.weight.t(), recipe),
+            ):
+                with pytest.raises(
+                    NotImplementedError, match=f"^(linear|matmul): expected [xa] as .*{text}"
+                ):
+                    call()
+            if kind != "strided":
+                with pytest.raises(NotImplementedError, match=f"^linear: expected w as .*{text}"):
+                    nf.linear(x, make(layer.weight.detach()), None, recipe)
+            with pytest.raises(NotImplementedError, match=f"^quantize: expected x as .*{text}"):
+                nf.quantize(make(x), "fp8_row")
+    if kind == "coo":
+        with torch.no_grad(), pytest.raises(NotImplementedError, match="^fp4_weight_matmul: expe"):
+            packed(make(x))
+
+
+def test_r09_a_subclass_of_somebody_is_refused_by_name() -> None:
+    layer = layer_of()
+    with torch.no_grad(), pytest.raises(
+        NotImplementedError, match="^linear: expected x as a plain tensor, got a Wrapper "
+    ):
+        layer(Wrapper(torch.randn(24, 64)))
+    x = torch.randn(24, 64)
+    assert_same_bits(layer(nn.Parameter(x)), layer(x))
+
+
+def test_r08_sharded_tensors_are_refused_by_name() -> None:
+    """DTensors, until the operators have a sharding strategy: x, w, or both; no raw text."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+        )
+        try:
+            mesh = init_device_mesh("cpu", (1,))
+            x, layer = torch.randn(24, 64), layer_of()
+            spread = distribute_tensor(x, mesh, [Shard(0)])
+            w = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad):
+                    for a, b, name in ((spread, w, "x"), (spread, layer.weight, "x"), (x, w, "w")):
+                        with pytest.raises(
+                            NotImplementedError,
+                            match=f"^linear: expected {name} as .* got a DTensor, sharded as .*"
+                            r"\(the operators have no sharding strategy: .* x.to_local\(\)",
+                        ):
+                            nf.linear(a, b)
+            assert_same_bits(layer(spread.to_local()), layer(x))
+        finally:
+            dist.destroy_process_group()
+
+
 # ---- R-08: who counts and who saves ----
 
 
@@ -213,10 +462,9 @@ def test_r08_compiled_exported_transformed(recipe: str) -> None:
         return
     want = flops(train_call(plain, x))
     assert flops(train_call(torch.export.export(layer, (x,)).module(), x)) == want
-    y = x.detach()
-    of_grad = lambda m: lambda: torch.func.grad(lambda x: m(x).sum())(y)  # noqa: E731
-    got = flops(of_grad(layer))
-    assert got >= flops(of_grad(plain))  # dw, which is not asked for, is not known to be unwanted
+    w = layer.weight.detach()  # functions: the counter's hooks on modules refuse torch.func
+    dw = torch.func.grad(lambda w: nf.linear(x.detach(), w, None, recipe).sum())
+    assert flops(lambda: dw(w)) == 2 * 2 * 24 * 64 * 48
 
 
 def test_r08_of_the_other_operators(device: str) -> None:

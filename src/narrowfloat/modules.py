@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
-from . import amax_history
+from . import amax_history, tensor_kinds
 from . import recipe as recipes
 from .autograd import linear
 from .recipe import Recipe
@@ -59,6 +60,8 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         recipe = self.recipe
+        if type(input) is not Tensor and isinstance(input, Proxy):
+            return self._traced(input)
         if recipe.delayed is not None:
             scales = self.history()
             return linear(input, self.weight, self.bias, recipe, history=scales)
@@ -67,6 +70,14 @@ class Linear(nn.Linear):
             return linear(input, self.weight, self.bias, recipe)
         cached = cache.get(self.weight, recipe)
         return linear(input, self.weight, self.bias, recipe, cached=cached)
+
+    def _traced(self, input: Proxy) -> Tensor:
+        """Under torch.fx: a call of the layer as a whole, else of the function, by its recipe."""
+        call = tensor_kinds.leaf_of(input)
+        if call is not None:
+            return call  # type: ignore[no-any-return]
+        history = self.scale_history
+        return linear(input, self.weight, self.bias, self.recipe, history=history)  # type: ignore[arg-type]
 
     def start_history(self) -> None:
         """Forget the amax history of a recipe with delayed scaling ("fp8_delayed"): the
@@ -113,6 +124,9 @@ class Linear(nn.Linear):
         super().__setstate__(state)
         if self.recipe.delayed is not None:  # a copy rolls too
             amax_history.follow(self)
+
+
+tensor_kinds.LEAVES.add(Linear.forward)
 
 
 class FP8Linear(Linear):

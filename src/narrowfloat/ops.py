@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn import Parameter
 
 from . import _binary, recipe, support
 from . import spec as specs
@@ -96,9 +99,68 @@ class Operator:
             return self.overload(*arguments)
         except RuntimeError as error:
             kind, text = (0, "") if _binary.module is None else _binary.module.take_error()
+            self._refuse_other_kinds(arguments, error)
             if kind == 0 or text not in str(error) or isinstance(error, _ERRORS[kind]):
                 raise
             raise _ERRORS[kind](text) from error
+        except TypeError as error:  # of a tensor's class that knows no such operator, too
+            self._refuse_other_kinds(arguments, error)
+            raise
+
+    def _refuse_other_kinds(self, arguments: tuple[Any, ...], error: Exception) -> None:
+        """Instead of the text of a dispatcher that has no kernel for a kind of tensor."""
+        names = [argument.name for argument in self.overload._schema.arguments]
+        who = self.overload._opname.removeprefix("delayed_").removesuffix("_forward")
+        refuse_other_kinds(who, dict(zip(names, arguments, strict=False)), error)
+
+
+def refuse_other_kinds(
+    who: str, arguments: dict[str, Any], error: Exception | None = None
+) -> None:
+    """NotImplementedError that names the first argument that is a sparse, nested or sharded tensor,
+    or one of a class that made the call fail."""
+    unknown = isinstance(error, (NotImplementedError, TypeError))
+    for name, t in arguments.items():
+        for holds, what, instead in _OTHER_KINDS if isinstance(t, Tensor) else ():
+            if holds(t) and (unknown or holds is not _is_of_another_class):
+                raise NotImplementedError(
+                    f"{who}: expected {name} as a plain tensor, got {what(t)} ({instead})"
+                ) from error
+
+
+def _is_of_another_class(t: Tensor) -> bool:
+    return type(t) not in (Tensor, Parameter) and not isinstance(t, (FakeTensor, FunctionalTensor))
+
+
+# (whether t is one, what to call it, what to do)
+_OTHER_KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], str], str], ...] = (
+    (
+        lambda t: type(t).__name__ == "DTensor",
+        lambda t: f"a DTensor, sharded as {t.placements}",
+        "the operators have no sharding strategy: give them local tensors, x.to_local(), and make "
+        "a DTensor of the result",
+    ),
+    (
+        lambda t: t.layout is torch.jagged,
+        lambda t: "a jagged nested tensor",
+        "give it x.values(); linear() and the layers do so themselves",
+    ),
+    (
+        lambda t: t.is_nested,
+        lambda t: "a nested tensor with the layout torch.strided",
+        "make it with layout=torch.jagged, or loop over x.unbind()",
+    ),
+    (
+        lambda t: t.layout is not torch.strided,
+        lambda t: f"one with the layout {t.layout}",
+        "give it x.to_dense()",
+    ),
+    (
+        _is_of_another_class,
+        lambda t: f"a {type(t).__name__}",
+        "give it the plain tensor that it wraps",
+    ),
+)
 
 
 _ops = torch.ops.narrowfloat

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.functional import pad
 
-from . import _binary, support
+from . import _binary, support, tensor_kinds
 from . import recipe as recipes
 from .cast import Cast
 from .formats import GROUP, HIGH_PRECISION, NVFP4, codes_shape, padded32
@@ -311,6 +312,10 @@ class PackedFP4Linear(nn.Module):
         super().__setattr__(name, value)
 
     def forward(self, input: Tensor) -> Tensor:
+        if type(input) is not Tensor:
+            found = self._of_another_kind(input)
+            if found is not None:
+                return found
         if input.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 "PackedFP4Linear: expected an input without gradient, got one that requires it "
@@ -336,6 +341,21 @@ class PackedFP4Linear(nn.Module):
             self.overlap,
         )
 
+    def _of_another_kind(self, input: Any) -> Tensor | None:
+        """Of a torch.fx proxy or a jagged nested tensor; None for others."""
+        if tensor_kinds.is_jagged(input):
+            return tensor_kinds.of_values(input, self.forward, "PackedFP4Linear")
+        if not isinstance(input, Proxy):
+            return None
+        call = tensor_kinds.leaf_of(input)
+        if call is None:
+            raise NotImplementedError(
+                "PackedFP4Linear: expected to be called as a module of the model that torch.fx "
+                "traces, got a trace of its own forward (trace a model around a layer without "
+                "hooks; the layer has no graph inside)"
+            )
+        return call  # type: ignore[no-any-return]
+
     def dequantize(self) -> Tensor:
         """The weight [out_features, in_features] in fp32."""
         return dequantize(self.packed, self.scale, self.out_features, self.in_features)
@@ -352,6 +372,9 @@ class PackedFP4Linear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, recipe={self.recipe}"
         )
+
+
+tensor_kinds.LEAVES.add(PackedFP4Linear.forward)
 
 
 def fp4_weight(recipe: Recipe) -> Cast | None:
