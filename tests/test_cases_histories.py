@@ -221,7 +221,10 @@ def test_r21_one_parameter_is_enough(device: str) -> None:
 
 
 def test_r21_a_frozen_layer_rolls_with_what_trains_beside_it(device: str) -> None:
-    frozen, adapter = layer_of(device=device).requires_grad_(False), nn.Linear(64, 64, device=device)
+    frozen, adapter = (
+        layer_of(device=device).requires_grad_(False),
+        nn.Linear(64, 64, device=device),
+    )
     optimizer = torch.optim.SGD(adapter.parameters(), 0.01)
     for count in (1, 2):
         frozen(adapter(torch.randn(8, 64, device=device))).sum().backward()
@@ -388,7 +391,9 @@ def test_r23_in_the_middle_of_a_step(device: str) -> None:
     other = model_of(device)
     nf.load_delayed_state(other, state)
     nf.step(model), nf.step(other)
-    for a, b in zip(nf.delayed_state(model).values(), nf.delayed_state(other).values(), strict=True):
+    for a, b in zip(
+        nf.delayed_state(model).values(), nf.delayed_state(other).values(), strict=True
+    ):
         assert_same_bits(a, b)
         assert a[:, FIRST].any()
     for key in state:
@@ -447,5 +452,7 @@ def test_r23_distributed_checkpoints(tmp_path: Any) -> None:
     state = {"histories": nf.delayed_state(other)}
     checkpoint.load(state, checkpoint_id=tmp_path / "saved")
     nf.load_delayed_state(other, state["histories"])
-    for a, b in zip(nf.delayed_state(model).values(), nf.delayed_state(other).values(), strict=True):
+    for a, b in zip(
+        nf.delayed_state(model).values(), nf.delayed_state(other).values(), strict=True
+    ):
         assert_same_bits(a, b)

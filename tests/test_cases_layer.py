@@ -345,7 +345,10 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "coo": (lambda t: t.to_sparse(), r"layout torch.sparse_coo \(give it x.to_dense\(\)\)"),
     "csr": (lambda t: t.to_sparse_csr(), r"layout torch.sparse_csr \(give it x.to_dense\(\)\)"),
     "mkldnn": (lambda t: t.to_mkldnn(), r"layout torch._mkldnn \(give it x.to_dense\(\)\)"),
-    "strided": (lambda t: torch.nested.as_nested_tensor([t, t]), "make it with layout=torch.jagged"),
+    "strided": (
+        lambda t: torch.nested.as_nested_tensor([t, t]),
+        "make it with layout=torch.jagged",
+    ),
 }
 
 
@@ -379,8 +382,11 @@ def test_r09_others_are_refused_by_name(recipe: str, kind: str) -> None:
 
 def test_r09_a_subclass_of_somebody_is_refused_by_name() -> None:
     layer = layer_of()
-    with torch.no_grad(), pytest.raises(
-        NotImplementedError, match="^linear: expected x as a plain tensor, got a Wrapper "
+    with (
+        torch.no_grad(),
+        pytest.raises(
+            NotImplementedError, match="^linear: expected x as a plain tensor, got a Wrapper "
+        ),
     ):
         layer(Wrapper(torch.randn(24, 64)))
     x = torch.randn(24, 64)
@@ -390,9 +396,7 @@ def test_r09_a_subclass_of_somebody_is_refused_by_name() -> None:
 def test_r08_sharded_tensors_are_refused_by_name() -> None:
     """DTensors, until the operators have a sharding strategy: x, w, or both; no raw text."""
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
-        )
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
             mesh = init_device_mesh("cpu", (1,))
             x, layer = torch.randn(24, 64), layer_of()

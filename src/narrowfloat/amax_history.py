@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
@@ -85,7 +86,7 @@ def step(model: nn.Module | None = None) -> None:
     _roll(layers)
 
 
-@torch._disable_dynamo  # of a compiled optimizer.step this is not part
+@_disable_dynamo  # of a compiled optimizer.step this is not part
 def _after_a_step(optimizer: Optimizer, *_: Any) -> None:
     layers = _layers()
     if not layers:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.fx import Proxy
 
 from . import functional_op, ops, shared_input, support, tensor_kinds
 from . import recipe as recipes
@@ -207,14 +206,14 @@ def _of_another_kind(
 ) -> Tensor | None:
     """linear() of a torch.fx proxy or of a jagged nested tensor; None for whatever is as a plain
     tensor to the operators, or refused by them."""
-    if isinstance(x, Proxy):
+    if tensor_kinds.is_proxy(x):
         if history is not None:
             raise NotImplementedError(
                 f"narrowfloat.linear: expected a recipe with current scaling where a layer's own "
                 f"forward is traced by torch.fx, got {recipe} (its amax history is no part of a "
                 "graph; trace a model around the layer, without hooks on it, or use 'fp8')"
             )
-        return tensor_kinds.call_of(linear, x, w, bias, recipe=recipe)  # type: ignore[no-any-return]
+        return tensor_kinds.call_of(linear, x, w, bias, recipe=recipe)
     if tensor_kinds.is_jagged(x):
         rows = partial(linear, w=w, bias=bias, recipe=recipe, cached=cached, history=history)
         return tensor_kinds.of_values(x, rows, "linear")
@@ -235,9 +234,9 @@ def matmul(a: Tensor, b: Tensor, recipe: str | Recipe = "fp8") -> Tensor:
     a may have one dimension or more, b has two (a batch of b is refused: quantize a loop over
     it). Dtypes, gradients and errors as for linear().
     """
-    if isinstance(a, Proxy) or isinstance(b, Proxy):
+    if tensor_kinds.is_proxy(a) or tensor_kinds.is_proxy(b):
         named = recipes.get(recipe)
-        return tensor_kinds.call_of(matmul, a, b, recipe=named)  # type: ignore[no-any-return]
+        return tensor_kinds.call_of(matmul, a, b, recipe=named)
     check_quantizable(a, "matmul")
     check_quantizable(b, "matmul")
     if (a.is_nested and not tensor_kinds.is_jagged(a)) or b.is_nested:

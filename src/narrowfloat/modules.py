@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from . import amax_history, tensor_kinds
 from . import recipe as recipes
@@ -61,7 +60,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         recipe = self.recipe
-        if type(input) is not Tensor and isinstance(input, Proxy):
+        if type(input) is not Tensor and tensor_kinds.is_proxy(input):
             return self._traced(input)
         if recipe.delayed is not None:
             scales = self.history()
@@ -72,13 +71,13 @@ class Linear(nn.Linear):
         cached = cache.get(self.weight, recipe)
         return linear(input, self.weight, self.bias, recipe, cached=cached, layer=self)
 
-    def _traced(self, input: Proxy) -> Tensor:
+    def _traced(self, input: Any) -> Tensor:
         """Under torch.fx: a call of the layer as a whole, else of the function, by its recipe."""
         call = tensor_kinds.leaf_of(input)
         if call is not None:
-            return call  # type: ignore[no-any-return]
+            return call
         history = self.scale_history
-        return linear(input, self.weight, self.bias, self.recipe, history=history)  # type: ignore[arg-type]
+        return linear(input, self.weight, self.bias, self.recipe, history=history)
 
     def start_history(self) -> None:
         """Forget the amax history of a recipe with delayed scaling ("fp8_delayed"): the

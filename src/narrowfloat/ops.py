@@ -109,14 +109,14 @@ class Operator:
 
     def _refuse_other_kinds(self, arguments: tuple[Any, ...], error: Exception) -> None:
         """Instead of the text of a dispatcher that has no kernel for a kind of tensor."""
+        if not isinstance(self.overload, torch._ops.OpOverload):
+            return
         names = [argument.name for argument in self.overload._schema.arguments]
         who = self.overload._opname.removeprefix("delayed_").removesuffix("_forward")
         refuse_other_kinds(who, dict(zip(names, arguments, strict=False)), error)
 
 
-def refuse_other_kinds(
-    who: str, arguments: dict[str, Any], error: Exception | None = None
-) -> None:
+def refuse_other_kinds(who: str, arguments: dict[str, Any], error: Exception | None = None) -> None:
     """NotImplementedError that names the first argument that is a sparse, nested or sharded tensor,
     or one of a class that made the call fail."""
     unknown = isinstance(error, (NotImplementedError, TypeError))

@@ -1,4 +1,4 @@
-"""What linear() does with an x that is no plain tensor: a torch.fx proxy, a jagged nested tensor."""
+"""What linear() does with an x that is no plain tensor: a torch.fx proxy, a jagged tensor."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from .recipe import RECIPES, Recipe
 LEAVES: set[Callable[..., Any]] = set()
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_proxy(x: Any) -> bool:
+    """Whether torch.fx traces."""
+    return isinstance(x, Proxy)
 
 
 def leaf_of(x: Proxy) -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 from torch.nn.functional import pad
 
 from . import _binary, support, tensor_kinds
@@ -345,7 +344,7 @@ class PackedFP4Linear(nn.Module):
         """Of a torch.fx proxy or a jagged nested tensor; None for others."""
         if tensor_kinds.is_jagged(input):
             return tensor_kinds.of_values(input, self.forward, "PackedFP4Linear")
-        if not isinstance(input, Proxy):
+        if not tensor_kinds.is_proxy(input):
             return None
         call = tensor_kinds.leaf_of(input)
         if call is None:
@@ -354,7 +353,7 @@ class PackedFP4Linear(nn.Module):
                 "traces, got a trace of its own forward (trace a model around a layer without "
                 "hooks; the layer has no graph inside)"
             )
-        return call  # type: ignore[no-any-return]
+        return call
 
     def dequantize(self) -> Tensor:
         """The weight [out_features, in_features] in fp32."""

@@ -54,7 +54,7 @@ def as_rows(x: Tensor) -> Tensor:
 def own(t: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A result t of nobody else, in its shape. No view, as the CUDA kernels' results are none:
     autograd forbids in-place operations on a Function's view."""
-    return torch.ops.aten._unsafe_view(t, shape)  # type: ignore[no-any-return]
+    return torch.ops.aten._unsafe_view(t, shape)
 
 
 def known_or_measured(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
