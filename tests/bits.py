@@ -394,7 +394,7 @@ def special_cases(recipe: Any, device: str) -> dict[str, Callable[[], Results]]:
             with torch.no_grad():
                 results["eval"] = layer(o.x * 8)
             nf.step(layer)
-            results["history"] = dict(layer.named_buffers()).get("scale_history")
+            results["history"] = layer.scale_history
             found |= {f"{what}{i}": None if t is None else t.clone() for what, t in results.items()}
         return found
 

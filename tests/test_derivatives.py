@@ -1,6 +1,6 @@
 """Derivatives that are taken without autograd.Function: forward mode, torch.export, torch.func.
 
-One test for each sample of R-01 to R-03 (CASES.md) and their kind.
+One test for each sample of R-01 to R-04 (CASES.md) and their kind.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import assert_same_bits
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.autograd import forward_ad
 from torch.library import opcheck
 
@@ -230,6 +231,76 @@ def test_r02_the_operator_passes_torchs_checks(recipe: str) -> None:
     arguments = (x, layer.weight, layer.bias, forward, backward, made.draws_dx)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     opcheck(torch.ops.narrowfloat.linear.default, arguments, test_utils=checks)
+
+
+# ---- R-04: dynamic shapes ----
+
+
+def same_at(program: Any, model: nn.Module, *sizes: int) -> None:
+    module = program.module()
+    for tokens in sizes:
+        x = torch.randn(tokens, 64)
+        assert_all_same(trained(module, x), trained(model, x))
+
+
+@strictly
+@pytest.mark.parametrize("recipe", CURRENT)
+def test_r04_any_number_of_tokens(recipe: str, strict: bool) -> None:
+    """Traced with few tokens or many, run with one, with others, and beyond a block of 128."""
+    model = nn.Sequential(layer_of(recipe))
+    dynamic = ({0: torch.export.Dim("tokens")},)
+    for traced in (32, 300):
+        program = torch.export.export(
+            model, (torch.randn(traced, 64),), dynamic_shapes=dynamic, strict=strict
+        )
+        same_at(program, model, 1, 2, 128, 129, 300)
+
+
+@strictly
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_block", "nvfp4_mxfp8_backward"])
+def test_r04_two_dynamic_dimensions(recipe: str, strict: bool) -> None:
+    model, auto = nn.Sequential(layer_of(recipe), nn.GELU()), torch.export.Dim.DYNAMIC
+    x = torch.randn(2, 12, 64)
+    module = torch.export.export(
+        model, (x,), dynamic_shapes=({0: auto, 1: auto},), strict=strict
+    ).module()
+    for sizes in ((1, 1), (3, 1), (1, 129), (5, 70)):
+        x = torch.randn(*sizes, 64)
+        assert_all_same(trained(module, x), trained(model, x))
+
+
+@strictly
+def test_r04_without_gradients(strict: bool) -> None:
+    """The export of delayed scaling too."""
+    dynamic = ({0: torch.export.Dim("tokens")},)
+    for recipe in ("fp8_delayed", "fp8_block"):
+        model = nn.Sequential(layer_of(recipe))
+        with torch.no_grad():
+            module = torch.export.export(
+                model, (torch.randn(32, 64),), dynamic_shapes=dynamic, strict=strict
+            ).module()
+            for tokens in (1, 300):
+                x = torch.randn(tokens, 64)
+                assert_same_bits(module(x), model(x))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_row", "fp8_block", "fp8_block_pow2", "mxfp8", "nvfp4"])
+def test_r04_compiled_once_for_all_tokens(recipe: str) -> None:
+    """What was exported is compiled with its dynamic shapes: one graph, forward and backward."""
+    model = nn.Sequential(layer_of(recipe))
+    dynamic = ({0: torch.export.Dim("tokens")},)
+    program = torch.export.export(model, (torch.randn(32, 64),), dynamic_shapes=dynamic)
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(program.module(), backend=backend, dynamic=True, fullgraph=True)
+    for tokens in (32, 300, 129):
+        x = torch.randn(tokens, 64)
+        assert_all_same(trained(compiled, x), trained(model, x))
+    assert len(graphs) == 1
 
 
 # ---- R-03: torch.func ----

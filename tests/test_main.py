@@ -211,3 +211,19 @@ def test_as_a_program() -> None:
     assert done.returncode == ("Wrong here:" in done.stdout) or torch.cuda.device_count() > 1
     assert support.support_table() in done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("lines", [0, 1, 20])
+def test_r32_a_reader_that_has_enough(lines: int) -> None:
+    """As in `python -m narrowfloat | head`: no traceback, and the exit code of the whole report."""
+    command = [sys.executable, "-m", "narrowfloat"]
+    whole = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        read = [process.stdout.readline() for _ in range(lines)]
+        process.stdout.close()
+        said = process.stderr.read()
+    assert read == whole.stdout.splitlines(keepends=True)[:lines]
+    assert (process.returncode, said) == (whole.returncode, whole.stderr)

@@ -3,7 +3,7 @@
 from . import _binary as _binary
 from . import ops as ops
 from ._version import __version__
-from .amax_history import step
+from .amax_history import delayed_state, load_delayed_state, step
 from .autograd import (
     BlockLinearFunction,
     DelayedLinearFunction,
@@ -29,6 +29,7 @@ from .functional import (
     fp8_mm,
     fp8_mm_view,
 )
+from .gemm_ops import GEMM_OPS
 from .modules import FP4Linear, FP8Linear, Linear
 from .quantized import BlockTensor, FP4Tensor, QuantizedTensor, quantize
 from .recipe import (
@@ -49,6 +50,7 @@ from .w4a16 import PackedFP4Linear
 from .weight_cache import reuse_weights
 
 __all__ = [
+    "GEMM_OPS",
     "RECIPES",
     "BlockLinearFunction",
     "BlockRecipe",
@@ -77,6 +79,7 @@ __all__ = [
     "__version__",
     "block_recipe",
     "convert",
+    "delayed_state",
     "fp4_dequantize",
     "fp4_matmul",
     "fp4_matmul_backward_A",
@@ -88,6 +91,7 @@ __all__ = [
     "fp8_mm",
     "fp8_mm_view",
     "linear",
+    "load_delayed_state",
     "load_plans",
     "matmul",
     "mixed_recipe",

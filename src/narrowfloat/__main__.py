@@ -5,6 +5,7 @@ Exit code 1 where a GPU is there and no recipe runs on any of them, else 0.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import textwrap
@@ -146,28 +147,35 @@ def _devices(driver: str | None, wrong: list[str]) -> tuple[list[str], bool]:
     return lines, fine
 
 
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # whoever reads, `head` or a pager, has enough: the exit code stays
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _section(title: str, lines: list[str]) -> None:
-    print(f"\n{title}")
+    _print(f"\n{title}")
     for line in lines:
-        print(textwrap.indent(line, "  "))
+        _print(textwrap.indent(line, "  "))
 
 
 def main() -> int:
     driver, _ = _ask(_driver)
     wrong: list[str] = []
-    print("\n".join(_versions(driver)))
+    _print("\n".join(_versions(driver)))
     binary, why = _ask(_describe_binary)
     _section("Binary (narrowfloat._C)", binary or [f"broken: {why}"])
     devices, fine = _devices(driver, wrong)
     _section("Devices", devices)
-    print(f"\nSupport\n\n{support.support_table()}\n")
+    _print(f"\nSupport\n\n{support.support_table()}\n")
     if wrong:
-        print("Wrong here:")
-        print("\n".join(f"- {line}" for line in wrong))
+        _print("Wrong here:")
+        _print("\n".join(f"- {line}" for line in wrong))
     elif devices[0].startswith("no CUDA device"):
-        print("No GPU here: everything runs on the CPU, through the reference kernels.")
+        _print("No GPU here: everything runs on the CPU, through the reference kernels.")
     else:
-        print("Nothing is wrong here.")
+        _print("Nothing is wrong here.")
     return 0 if fine else 1
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import functional_op, ops, shared_input, support
+from . import functional_op, ops, shared_input, support, tensor_kinds
 from . import recipe as recipes
 from .recipe import Recipe
 from .reference.linear import Quantized
@@ -149,11 +150,19 @@ def linear(
     delayed scaling; without one every tensor is measured, as in the first step. `layer` is whose
     call this is: an x that several layers read is quantized once (shared_input).
 
+    A jagged nested tensor x [B, j, ..., K] is taken as its rows, and y is nested alike; a scale is
+    that of all of them.
+
     TypeError or ValueError for operands that do not fit; NotImplementedError where the device
-    cannot run the recipe, with the reason, and in forward mode.
+    cannot run the recipe, with the reason, in forward mode, and for sparse, sharded (DTensor) and
+    other tensors that are no plain ones.
     """
     if type(recipe) is not Recipe:
         recipe = recipes.get(recipe)
+    if type(x) is not Tensor:
+        found = _of_another_kind(x, w, bias, recipe, cached, history)
+        if found is not None:
+            return found
     compiling = torch.compiler.is_compiling()
     # what was found of devices changes; a compiled graph must not depend on it
     if compiling or getattr(x, "device", None) not in support.ready(recipe.kinds):
@@ -187,6 +196,30 @@ def linear(
     return ops.linear_forward(x, w, bias, recipe.forward_spec | y_dtype, *given)[0]
 
 
+def _of_another_kind(
+    x: Any,
+    w: Any,
+    bias: Any,
+    recipe: Recipe,
+    cached: CachedWeight | None,
+    history: Tensor | None,
+) -> Tensor | None:
+    """linear() of a torch.fx proxy or of a jagged nested tensor; None for whatever is as a plain
+    tensor to the operators, or refused by them."""
+    if tensor_kinds.is_proxy(x):
+        if history is not None:
+            raise NotImplementedError(
+                f"narrowfloat.linear: expected a recipe with current scaling where a layer's own "
+                f"forward is traced by torch.fx, got {recipe} (its amax history is no part of a "
+                "graph; trace a model around the layer, without hooks on it, or use 'fp8')"
+            )
+        return tensor_kinds.call_of(linear, x, w, bias, recipe=recipe)
+    if tensor_kinds.is_jagged(x):
+        rows = partial(linear, w=w, bias=bias, recipe=recipe, cached=cached, history=history)
+        return tensor_kinds.of_values(x, rows, "linear")
+    return None
+
+
 def _transformed(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
     """Whether a transform of functorch is at work; NotImplementedError in forward mode, which is
     refused here since an operator without a formula would drop the tangents."""
@@ -201,8 +234,13 @@ def matmul(a: Tensor, b: Tensor, recipe: str | Recipe = "fp8") -> Tensor:
     a may have one dimension or more, b has two (a batch of b is refused: quantize a loop over
     it). Dtypes, gradients and errors as for linear().
     """
+    if tensor_kinds.is_proxy(a) or tensor_kinds.is_proxy(b):
+        named = recipes.get(recipe)
+        return tensor_kinds.call_of(matmul, a, b, recipe=named)
     check_quantizable(a, "matmul")
     check_quantizable(b, "matmul")
+    if (a.is_nested and not tensor_kinds.is_jagged(a)) or b.is_nested:
+        ops.refuse_other_kinds("matmul", {"b": b} if b.is_nested else {"a": a})
     if b.dim() != 2:
         raise ValueError(
             f"matmul: expected b [K,N], got {tuple(b.shape)} "

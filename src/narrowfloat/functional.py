@@ -11,7 +11,7 @@ from . import ops, recipe, support
 from .autograd import LinearFunction, linear, matmul
 from .formats import GROUP
 from .quantized import FP4Tensor, quantize
-from .reference.tensor import SCALE, check_linear, check_quantizable
+from .reference.tensor import SCALE, check_linear, check_quantizable, own
 from .spec import DW, NEED_DX, both, gradients
 
 _FP8, _NVFP4 = recipe.FP8, recipe.NVFP4
@@ -186,10 +186,10 @@ class FP4QuantizeFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         q = quantize(x, "nvfp4")
         scales = q.scales.float() * q.scale  # [..., ceil(K / 16)]
-        scales = scales.repeat_interleave(GROUP, -1)[..., : q.width]
+        scales = own(scales.repeat_interleave(GROUP, -1)[..., : q.width], x.shape)
         codes = q._replace(scales=torch.ones_like(q.scales), scale=torch.ones_like(q.scale))
         ctx.mark_non_differentiable(scales)
-        return codes.dequantize(), scales
+        return own(codes.dequantize(), x.shape), scales
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:

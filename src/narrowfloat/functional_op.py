@@ -18,7 +18,8 @@ from torch.autograd.function import _SingleLevelFunction
 
 from . import ops
 from .recipe import Recipe
-from .spec import DB, DW, NEED_DX, SAVE_X, W_MEASURED
+from .reference.linear import scales_layout
+from .spec import DB, DW, NEED_DX, SAVE_X, W_MEASURED, Backward
 from .weight_cache import CachedWeight
 
 _library = torch.library.Library("narrowfloat", "FRAGMENT")
@@ -35,11 +36,17 @@ _library.define(
 )
 
 
+# x's block scales travel from the one to the other with one dimension. As [ceil(M / 128), K] they
+# would hold whoever traces few tokens to few: how they lie in memory depends on whether there is
+# one such row.
+
+
 @torch.library.impl(_library, "linear", "CompositeExplicitAutograd")
 def _linear(
     x: Tensor, w: Tensor, bias: Tensor | None, forward_spec: int, backward_spec: int, draws: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return ops.linear_forward(x, w, bias, forward_spec)
+    y, x_columns, x_columns_scales, scales = ops.linear_forward(x, w, bias, forward_spec)
+    return y, x_columns, x_columns_scales.view(-1), scales
 
 
 @torch.library.impl(_library, "linear_gradients", "CompositeExplicitAutograd")
@@ -47,7 +54,25 @@ def _linear_gradients(
     dy: Tensor, x_columns: Tensor | None, x_columns_scales: Tensor | None, scales: Tensor,
     w: Tensor, seed: Tensor | None, in_features: int, spec: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if x_columns_scales is not None:
+        shape, _ = scales_layout(Backward.unpack(spec).wgrad_b, in_features, ops.rows_of(dy))
+        x_columns_scales = x_columns_scales.view(shape)
     return ops.linear_backward(dy, x_columns, x_columns_scales, scales, w, seed, in_features, spec)
+
+
+@torch.library.register_fake("narrowfloat::linear")
+def _fake_linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, forward_spec: int, backward_spec: int, draws: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return ops.fake_forward(x, w, bias, forward_spec, flat_scales=True)
+
+
+@torch.library.register_fake("narrowfloat::linear_gradients")
+def _fake_linear_gradients(
+    dy: Tensor, x_columns: Tensor | None, x_columns_scales: Tensor | None, scales: Tensor,
+    w: Tensor, seed: Tensor | None, in_features: int, spec: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return ops._linear_backward(dy, None, None, None, None, None, in_features, spec)
 
 
 def has_tangent(t: Tensor | None) -> bool:

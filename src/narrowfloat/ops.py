@@ -7,11 +7,15 @@ CUDA kernels register from csrc/api/ops.cpp. A fake has the same signature too (
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn import Parameter
 
 from . import _binary, recipe, support
 from . import spec as specs
@@ -95,9 +99,68 @@ class Operator:
             return self.overload(*arguments)
         except RuntimeError as error:
             kind, text = (0, "") if _binary.module is None else _binary.module.take_error()
+            self._refuse_other_kinds(arguments, error)
             if kind == 0 or text not in str(error) or isinstance(error, _ERRORS[kind]):
                 raise
             raise _ERRORS[kind](text) from error
+        except TypeError as error:  # of a tensor's class that knows no such operator, too
+            self._refuse_other_kinds(arguments, error)
+            raise
+
+    def _refuse_other_kinds(self, arguments: tuple[Any, ...], error: Exception) -> None:
+        """Instead of the text of a dispatcher that has no kernel for a kind of tensor."""
+        if not isinstance(self.overload, torch._ops.OpOverload):
+            return
+        names = [argument.name for argument in self.overload._schema.arguments]
+        who = self.overload._opname.removeprefix("delayed_").removesuffix("_forward")
+        refuse_other_kinds(who, dict(zip(names, arguments, strict=False)), error)
+
+
+def refuse_other_kinds(who: str, arguments: dict[str, Any], error: Exception | None = None) -> None:
+    """NotImplementedError that names the first argument that is a sparse, nested or sharded tensor,
+    or one of a class that made the call fail."""
+    unknown = isinstance(error, (NotImplementedError, TypeError))
+    for name, t in arguments.items():
+        for holds, what, instead in _OTHER_KINDS if isinstance(t, Tensor) else ():
+            if holds(t) and (unknown or holds is not _is_of_another_class):
+                raise NotImplementedError(
+                    f"{who}: expected {name} as a plain tensor, got {what(t)} ({instead})"
+                ) from error
+
+
+def _is_of_another_class(t: Tensor) -> bool:
+    return type(t) not in (Tensor, Parameter) and not isinstance(t, (FakeTensor, FunctionalTensor))
+
+
+# (whether t is one, what to call it, what to do)
+_OTHER_KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], str], str], ...] = (
+    (
+        lambda t: type(t).__name__ == "DTensor",
+        lambda t: f"a DTensor, sharded as {t.placements}",
+        "the operators have no sharding strategy: give them local tensors, x.to_local(), and make "
+        "a DTensor of the result",
+    ),
+    (
+        lambda t: t.layout is torch.jagged,
+        lambda t: "a jagged nested tensor",
+        "give it x.values(); linear() and the layers do so themselves",
+    ),
+    (
+        lambda t: t.is_nested,
+        lambda t: "a nested tensor with the layout torch.strided",
+        "make it with layout=torch.jagged, or loop over x.unbind()",
+    ),
+    (
+        lambda t: t.layout is not torch.strided,
+        lambda t: f"one with the layout {t.layout}",
+        "give it x.to_dense()",
+    ),
+    (
+        _is_of_another_class,
+        lambda t: f"a {type(t).__name__}",
+        "give it the plain tensor that it wraps",
+    ),
+)
 
 
 _ops = torch.ops.narrowfloat
@@ -125,7 +188,7 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
-def _rows_of(x: Tensor) -> int:  # a SymInt while shapes are traced
+def rows_of(x: Tensor) -> int:  # a SymInt while shapes are traced
     rows = 1
     for size in x.shape[:-1]:
         rows = rows * size
@@ -143,7 +206,7 @@ def _empty(like: Tensor, layout: tuple[tuple[int, ...], torch.dtype]) -> Tensor:
 def _quantize(
     x: Tensor, spec: int, scale: Tensor | None = None, seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    m, k = _rows_of(x), x.shape[-1]
+    m, k = rows_of(x), x.shape[-1]
     choices = specs.Quantize.unpack(spec)
     made: list[Tensor] = []
     any_scale = False
@@ -199,24 +262,42 @@ def _linear_forward(
     out_features: int = 0,
     in_features: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sizes = rows, out_features, in_features
+    return fake_forward(x, w, bias, spec, x_codes, w_codes, sizes)
+
+
+def fake_forward(
+    x: Tensor | None,
+    w: Tensor | None,
+    bias: Tensor | None,
+    spec: int,
+    x_codes: Tensor | None = None,
+    w_codes: Tensor | None = None,
+    sizes: tuple[int, int, int] = (0, 0, 0),
+    flat_scales: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """linear_forward's fake. flat_scales: those of x's columns with one dimension."""
     choices = specs.Forward.unpack(spec)
     if x is not None and w is not None:
         check_linear(x, w, bias, "linear")
     like = x if x is not None else x_codes
     if like is None:
         raise ValueError("linear: expected x, or x_codes, got None (pass it)")
-    m = rows if x is None else _rows_of(x)
-    n, k = (out_features, in_features) if w is None else w.shape
+    m = sizes[0] if x is None else rows_of(x)
+    n, k = sizes[1:] if w is None else w.shape
     columns = choices.wgrad_b if choices.save_x else None
     length = SCALE if has_tensor_scale(columns) else 0
     if choices.keep_w and w_codes is None and choices.fprop_b is not None:
         length += {"tensor": SCALE, "row": padded(k)}.get(choices.fprop_b.scaling, 0)
+    of_scales, scale_dtype = scales_layout(columns, k, m)
+    if flat_scales:
+        of_scales = (math.prod(of_scales),)
     return (
         like.new_empty((m, n), dtype=choices.y_dtype)
         if x is None
         else x.new_empty((*x.shape[:-1], n), dtype=choices.y_dtype),
         _empty(like, codes_layout(columns, k, m)),
-        _empty(like, scales_layout(columns, k, m)),
+        _empty(like, (of_scales, scale_dtype)),
         like.new_empty((length,), dtype=torch.float32),
     )
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from . import _binary, support
+from . import _binary, support, tensor_kinds
 from . import recipe as recipes
 from .cast import Cast
 from .formats import GROUP, HIGH_PRECISION, NVFP4, codes_shape, padded32
@@ -300,7 +300,21 @@ class PackedFP4Linear(nn.Module):
         layer.bias = None if linear.bias is None else linear.bias.detach().clone()
         return layer.train(linear.training)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "recipe":
+            before, value = vars(self).get(name), _fp4_recipe(value)
+            if before is not None and before != value:
+                raise ValueError(
+                    f"PackedFP4Linear: expected the recipe that its weights are packed in, "
+                    f"{before}, got {value} (pack them again from a Linear)"
+                )
+        super().__setattr__(name, value)
+
     def forward(self, input: Tensor) -> Tensor:
+        if type(input) is not Tensor:
+            found = self._of_another_kind(input)
+            if found is not None:
+                return found
         if input.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 "PackedFP4Linear: expected an input without gradient, got one that requires it "
@@ -326,6 +340,21 @@ class PackedFP4Linear(nn.Module):
             self.overlap,
         )
 
+    def _of_another_kind(self, input: Any) -> Tensor | None:
+        """Of a torch.fx proxy or a jagged nested tensor; None for others."""
+        if tensor_kinds.is_jagged(input):
+            return tensor_kinds.of_values(input, self.forward, "PackedFP4Linear")
+        if not tensor_kinds.is_proxy(input):
+            return None
+        call = tensor_kinds.leaf_of(input)
+        if call is None:
+            raise NotImplementedError(
+                "PackedFP4Linear: expected to be called as a module of the model that torch.fx "
+                "traces, got a trace of its own forward (trace a model around a layer without "
+                "hooks; the layer has no graph inside)"
+            )
+        return call
+
     def dequantize(self) -> Tensor:
         """The weight [out_features, in_features] in fp32."""
         return dequantize(self.packed, self.scale, self.out_features, self.in_features)
@@ -342,6 +371,9 @@ class PackedFP4Linear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, recipe={self.recipe}"
         )
+
+
+tensor_kinds.LEAVES.add(PackedFP4Linear.forward)
 
 
 def fp4_weight(recipe: Recipe) -> Cast | None:

@@ -82,6 +82,10 @@ class WeightCache:
         self._cached[id(w)] = (w, key, alias, cached)
         return cached
 
+    def forget(self, w: Tensor) -> None:
+        """Of one weight, whose layer has another recipe now."""
+        self._cached.pop(id(w), None)
+
     def drop(self) -> None:
         self._cached.clear()
 

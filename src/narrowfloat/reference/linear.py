@@ -27,7 +27,7 @@ from ..formats import (
 )
 from . import block, fp4, fp4_numerics, tensor
 from .delayed import scale_by_history
-from .tensor import SCALE, as_rows, check_linear, check_quantizable
+from .tensor import SCALE, as_rows, check_linear, check_quantizable, own
 
 
 class Quantized(NamedTuple):
@@ -344,7 +344,7 @@ def _forward(
     y = _gemm(a, b)
     if bias is not None:
         y = y + bias.float()
-    y = y.to(dtype).view(*leading, n)
+    y = own(y.to(dtype), (*leading, n))
 
     columns, columns_scales = _nothing(like, E4M3.dtype), _nothing(like)
     scales: list[Tensor] = []
@@ -429,7 +429,7 @@ def _backward(
         else:
             b = _factor_of(of_w, choices.dgrad_b, k, n, "w_codes", who)
         dx = _gemm(_factor(dy2, choices.dgrad_a, dy_scale, seed, 0), b)
-        dx = dx.to(dy.dtype).view(*dy.shape[:-1], k)
+        dx = own(dx.to(dy.dtype), (*dy.shape[:-1], k))
     if dw_dtype is not None:
         kind_of(choices.wgrad_a, choices.wgrad_b, who)
         check_seed(seed, choices.wgrad_a is not None and choices.wgrad_a.stochastic, who)

@@ -51,6 +51,12 @@ def as_rows(x: Tensor) -> Tensor:
     return x.reshape(rows, x.shape[-1])
 
 
+def own(t: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A result t of nobody else, in its shape. No view, as the CUDA kernels' results are none:
+    autograd forbids in-place operations on a Function's view."""
+    return torch.ops.aten._unsafe_view(t, shape)
+
+
 def known_or_measured(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
     """fp32 [4], (scale, multiplier, 0, 0) of x; a `scale` given, as an earlier call returned it, is
     used instead of measuring x."""
