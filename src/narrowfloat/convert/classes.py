@@ -40,8 +40,8 @@ _made: dict[Any, type[Linear]] = {}
 def class_for(cls: type[nn.Linear]) -> type[Linear]:
     """The class of a layer of ours that was a `cls`: Linear, or for a subclass S of nn.Linear one
     with the bases S and Linear. It has S's name and what S defines; where S's forward calls
-    super().forward that is Linear's. Copies and pickles name S. TypeError where Python has no
-    such class."""
+    super().forward that is Linear's. Copies and pickles name S. TypeError where S cannot be
+    derived from."""
     if cls is nn.Linear:
         return Linear
     if cls in _made:
@@ -62,7 +62,6 @@ def class_for(cls: type[nn.Linear]) -> type[Linear]:
         "replaces": cls,
     }
     made = types.new_class(cls.__name__, (cls, Linear), exec_body=lambda own: own.update(body))
-    object.__new__(cls).__class__ = made  # where objects are laid out otherwise this raises
     _made[cls] = made
     return made
 
@@ -82,8 +81,11 @@ def class_before(module: Linear) -> type[nn.Linear] | None:
     return vars(cls).get("replaces")
 
 
-def class_reason(cls: type[nn.Linear], take_subclass: bool) -> str | None:
+def class_reason(module: nn.Linear, take_subclass: bool) -> str | None:
     """Why a module of this class stays what it is; None: it can be a layer of ours."""
+    cls = type(module)
+    if parametrize.is_parametrized(module):
+        return f"it is parametrized ({cls.__name__}; convert first, then parametrize)"
     if cls is nn.Linear or issubclass(cls, Linear):
         return None
     if issubclass(cls, nn.modules.lazy.LazyModuleMixin):
@@ -106,7 +108,7 @@ def class_reason(cls: type[nn.Linear], take_subclass: bool) -> str | None:
     try:
         class_for(cls)
     except TypeError as error:
-        return f"its type is {cls.__name__}, beside which Linear cannot be a base ({error})"
+        return f"its type is {cls.__name__}, which cannot be derived from ({error})"
     return None
 
 
@@ -118,8 +120,6 @@ def has_own_forward(module: nn.Linear) -> bool:
 
 def module_reason(module: nn.Linear) -> str | None:
     """Why this module stays what it is, whatever its class says."""
-    if parametrize.is_parametrized(module):
-        return f"it is parametrized ({type(module).__name__}; convert first, then parametrize)"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     for name in ("weight", "bias"):

@@ -71,8 +71,8 @@ class _Rules:
         if isinstance(module, Linear) and not self.inference and module.recipe == self.recipe:
             return f"already a narrowfloat layer ({module.recipe})"
         why = None
-        if not ours:
-            why = class_reason(type(module), "subclass" in self.take)
+        if not ours or self.inference:
+            why = class_reason(module, "subclass" in self.take)
         why = why or module_reason(module)
         if self.inference:
             why = why or self._why_not_packed(name, module)

@@ -33,11 +33,11 @@ def _chains(code: CodeType, this: str) -> Iterator[tuple[list[str], bool]]:
     is asked of)."""
     steps = [step for step in dis.get_instructions(code) if step.opname not in _NOTHING]
     for at, step in enumerate(steps):
-        named = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
+        named = step.argval[-1:] if isinstance(step.argval, tuple) else (step.argval,)
         if "SUPER" in step.opname:  # Python 3.12 on
-            yield [named], False
+            yield list(named), False
         # also STORE_FAST_LOAD_FAST and the like, whose last name is the one that is loaded
-        if named != this or not any(n in step.opname for n in ("LOAD_FAST", "LOAD_DEREF")):
+        if named != (this,) or not any(n in step.opname for n in ("LOAD_FAST", "LOAD_DEREF")):
             continue
         chain = []
         for after in steps[at + 1 :]:

@@ -146,7 +146,7 @@ def count(model: nn.Module, report: Report, in_recipe: set[int]) -> None:
         if not isinstance(key, int):
             if id(key) in tables:
                 continue
-            report.others.append((name, _what(module, key)))
+            report.others.append((name, _what(name, module, key)))
             key = id(key)
         total += flops
         done += flops if inside else 0
@@ -158,10 +158,10 @@ def count(model: nn.Module, report: Report, in_recipe: set[int]) -> None:
     report.flops = (done, total)
 
 
-def _what(module: nn.Module, parameter: nn.Parameter) -> str:
+def _what(path: str, module: nn.Module, parameter: nn.Parameter) -> str:
     shape, cls = list(parameter.shape), type(module).__name__
     if cls == "Conv1D" and len(shape) == 2:
         return f"{shape} in transformers' Conv1D, whose weight is [K,N] and which is no nn.Linear"
-    if len(shape) == 3 and not isinstance(module, nn.modules.conv._ConvNd):
-        return f"{shape}, a 3-D parameter of {cls} (experts in one tensor), no nn.Linear"
+    if len(shape) == 3 and "expert" in path.lower() + cls.lower():
+        return f"{shape}, experts in one 3-D parameter of {cls}, no nn.Linear"
     return f"{shape}, a parameter of {cls}, no nn.Linear"

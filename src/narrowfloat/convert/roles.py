@@ -45,7 +45,8 @@ class Roles:
         self.runs = self._runs()
         # bare linears in a row are blocks where there are no others
         composite = {run: blocks for run, blocks in self.runs.items() if self._composite(blocks)}
-        self.blocks = tuple(block for blocks in composite.values() for block in blocks)
+        blocks = [block for blocks in composite.values() for block in blocks]
+        self.blocks = (*blocks, *self._experts())  # what is below them is inside of something
         self.adapters = dict(self._adapters())
         self.routers = dict(self._routers())
         self.heads = self._heads()
@@ -79,6 +80,16 @@ class Roles:
             if blocks:
                 runs[run] = blocks
         return runs
+
+    def _experts(self) -> set[str]:
+        """Names of the containers of experts."""
+        found = set()
+        for name, _ in self.linears:
+            parts = name.split(".")
+            at = next((i for i, part in enumerate(parts) if _EXPERTS.fullmatch(part)), None)
+            if at is not None:
+                found.add(".".join(parts[: at + 1]))
+        return found
 
     def last_blocks(self, keep: float) -> dict[int, str]:
         """id -> reason, for the linears of the last `keep` of the blocks of each tower."""
