@@ -34,7 +34,8 @@ def _chains(code: CodeType, this: str) -> Iterator[tuple[list[str], bool]]:
     steps = [step for step in dis.get_instructions(code) if step.opname not in _NOTHING]
     for at, step in enumerate(steps):
         named = step.argval[-1:] if isinstance(step.argval, tuple) else (step.argval,)
-        if "SUPER" in step.opname:  # Python 3.12 on
+        called = at > 1 and steps[at - 2].argval == "super" and "CALL" in steps[at - 1].opname
+        if called or "SUPER" in step.opname:  # the first before Python 3.12
             yield list(named), False
         # also STORE_FAST_LOAD_FAST and the like, whose last name is the one that is loaded
         if named != (this,) or not any(n in step.opname for n in ("LOAD_FAST", "LOAD_DEREF")):
@@ -45,8 +46,6 @@ def _chains(code: CodeType, this: str) -> Iterator[tuple[list[str], bool]]:
                 break
             chain.append(after.argval)
         yield chain, at > 0 and steps[at - 1].argval == "isinstance"
-    if "super" in code.co_names:  # before Python 3.12 a call like any other
-        yield from (([name], False) for name in code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _chains(constant, this)
