@@ -22,6 +22,9 @@ _CALLED = (
     *("__setattr__", "__delattr__", "get_extra_state", "set_extra_state"),
 )
 
+# What only a layer of ours has in its __dict__.
+OURS = ("recipe", "_recipe", "weight_cache")
+
 
 def _own_forwards(cls: type[nn.Linear]) -> list[Any]:
     """The forwards that stand before nn.Linear's in the order of bases, the first one first."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..recipe import Recipe
 from ..w4a16 import PackedFP4Linear
-from .classes import has_own_forward
+from .classes import OURS, has_own_forward
 
 # The hooks that a packed layer takes over. Their dictionaries are taken, not copied: a handle's
 # remove() finds its hook through them.
@@ -22,7 +22,6 @@ _STATE = (
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-_OURS = ("recipe", "_recipe", "weight_cache")  # of Linear alone
 _COPIED = (int, float, str, bytes, bool, type(None))
 
 
@@ -79,7 +78,7 @@ def pack(model: nn.Module, recipes: dict[str, Recipe]) -> None:
         for hooks in _HOOKS:
             state[hooks] = vars(module)[hooks]
         for attribute, value in vars(module).items():  # what a hook or a framework marked it with
-            if attribute not in state and attribute not in _OURS and isinstance(value, _COPIED):
+            if attribute not in state and attribute not in OURS and isinstance(value, _COPIED):
                 state[attribute] = value
         made[id(module)] = packed
     for parent in list(model.modules()):

@@ -87,19 +87,28 @@ def _top_k(modules: Iterable[nn.Module]) -> int | None:
     return None
 
 
-def _used(name: str, modules: dict[str, nn.Module], leading: int) -> float:
-    """The part of a parameter or layer that one token meets: top_k of its experts, else all.
-    leading: the first size of a parameter with more than two dimensions."""
-    parts = name.split(".")
-    at = next((i for i, part in enumerate(parts) if _EXPERTS.fullmatch(part)), None)
-    if at is None:
-        return 1.0
-    inside = modules.get(".".join(parts[: at + 1]))
-    listed = at + 1 < len(parts) and parts[at + 1].isdecimal() and inside is not None
-    count = len(list(inside.children())) if listed and inside is not None else leading
-    above = [modules.get(".".join(parts[:i])) for i in range(at + 1, -1, -1)]
-    top_k = _top_k(module for module in above if module is not None)
-    return 1.0 if top_k is None else min(top_k / max(count, 1), 1.0)
+class _Experts:
+    """The part of a matrix that one token meets: top_k of its experts, else all."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self.modules = modules
+        self.found: dict[str, int | None] = {}  # name of what holds experts -> top_k
+
+    def used(self, name: str, leading: int) -> float:
+        """leading: the first size of a parameter with more than two dimensions."""
+        parts = name.split(".")
+        at = next((i for i, part in enumerate(parts) if _EXPERTS.fullmatch(part)), None)
+        if at is None:
+            return 1.0
+        holder = ".".join(parts[: at + 1])
+        inside = self.modules.get(holder)
+        listed = at + 1 < len(parts) and parts[at + 1].isdecimal() and inside is not None
+        count = len(inside._modules) if listed and inside is not None else leading
+        if holder not in self.found:
+            above = [self.modules.get(".".join(parts[:i])) for i in range(at + 1, -1, -1)]
+            self.found[holder] = _top_k(module for module in above if module is not None)
+        top_k = self.found[holder]
+        return 1.0 if top_k is None else min(top_k / max(count, 1), 1.0)
 
 
 def _inside_a_linear(name: str, modules: dict[str, nn.Module]) -> bool:
@@ -112,12 +121,13 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any, int, int]]
     """(name, module that has it, its key, elements, FLOPs per token) for each matrix: a linear
     layer, whose key is its weight, or a parameter of something else."""
     modules = dict(model.named_modules())
+    experts = _Experts(modules)
     for name, module in modules.items():
         if isinstance(module, nn.Linear | PackedFP4Linear):
             size = module.in_features * module.out_features
             weight = module._parameters.get("weight")
             key = id(module) if weight is None else id(weight)
-            yield name, module, key, size, round(2 * size * _used(name, modules, 1))
+            yield name, module, key, size, round(2 * size * experts.used(name, 1))
             continue
         if isinstance(module, _TABLES) or _inside_a_linear(name, modules):
             continue
@@ -129,7 +139,7 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any, int, int]]
                 path = f"{name}.{own}" if name else own
                 size = parameter.numel()
                 leading = shape[0] if len(shape) > 2 else 1
-                yield path, module, parameter, size, round(2 * size * _used(path, modules, leading))
+                yield path, module, parameter, size, round(2 * size * experts.used(path, leading))
 
 
 def count(model: nn.Module, report: Report, in_recipe: set[int]) -> None:

@@ -8,11 +8,9 @@ from torch import nn
 
 from ..modules import Linear
 from ..w4a16 import PackedFP4Linear
-from .classes import class_before
+from .classes import OURS, class_before
 from .planning import Filter, matches
 from .readers import set_fast_paths
-
-_OURS = ("recipe", "_recipe", "weight_cache")
 
 
 def revert(model: nn.Module, filter: Filter = None) -> list[str]:
@@ -49,7 +47,7 @@ def revert(model: nn.Module, filter: Filter = None) -> list[str]:
         made: Any = module
         made._buffers.pop("scale_history", None)
         made._non_persistent_buffers_set.discard("scale_history")
-        for name in _OURS:
+        for name in OURS:
             vars(made).pop(name, None)
         made.__class__ = class_before(made)
     set_fast_paths(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from torch import nn
@@ -31,8 +31,10 @@ def is_narrow(linear: nn.Linear) -> bool:
     return narrow <= NARROW and ASIDE * narrow <= wide
 
 
-def _under(name: str, prefixes: tuple[str, ...]) -> bool:
-    return name.startswith(tuple(prefix + "." for prefix in prefixes))
+def _under(name: str, modules: Set[str]) -> bool:
+    """Whether one of the modules of these names holds this one."""
+    parts = name.split(".")
+    return any(".".join(parts[:at]) in modules for at in range(1, len(parts)))
 
 
 class Roles:
@@ -45,8 +47,8 @@ class Roles:
         self.runs = self._runs()
         # bare linears in a row are blocks where there are no others
         composite = {run: blocks for run, blocks in self.runs.items() if self._composite(blocks)}
-        blocks = [block for blocks in composite.values() for block in blocks]
-        self.blocks = (*blocks, *self._experts())  # what is below them is inside of something
+        # what is below them is inside of something
+        self.blocks = {block for blocks in composite.values() for block in blocks} | self._experts()
         self.adapters = dict(self._adapters())
         self.routers = dict(self._routers())
         self.heads = self._heads()
@@ -103,7 +105,7 @@ class Roles:
                 f"in the last {count} of the {len(blocks)} blocks in {run or 'the model'} "
                 "(keep_last=0 converts them)"
             )
-            last = tuple(blocks[-count:])
+            last = set(blocks[-count:])
             for name, module in self.linears:
                 if name in last or _under(name, last):
                     left.setdefault(id(module), why)
