@@ -14,7 +14,7 @@ from .autograd import (
     matmul,
 )
 from .cast import Cast
-from .convert import Report, convert, plan
+from .convert import Report, convert, plan, revert
 from .functional import (
     FP4DequantizeFunction,
     FP4MatMulFunction,
@@ -98,6 +98,7 @@ __all__ = [
     "plan",
     "quantize",
     "reuse_weights",
+    "revert",
     "save_plans",
     "step",
     "supported",

@@ -194,12 +194,20 @@ def both(rows: Cast | None, columns: Cast | None) -> Quantize:
 def gradients(
     needs: Sequence[bool], w_dtype: torch.dtype, bias: torch.Tensor | None
 ) -> tuple[tuple[bool, bool, bool], int]:
-    """Of x, w and bias: what a layer's backward is asked for, and the bits that ask for it."""
+    """Of x, w and bias: what a layer's backward is asked for, and the bits that ask for it.
+    TypeError for a dtype that has no gradient here."""
     need_dx, need_dw, *rest = needs
     need_db = bias is not None and rest[0]
     bits = NEED_DX if need_dx else 0
-    if need_dw:
-        bits |= DW[w_dtype]
-    if need_db and bias is not None:
-        bits |= DB[bias.dtype]
+    try:
+        if need_dw:
+            bits |= DW[w_dtype]
+        if need_db and bias is not None:
+            bits |= DB[bias.dtype]
+    except KeyError as error:
+        name = "bias" if w_dtype in DW else "w"
+        raise TypeError(
+            f"linear: expected {name} in float32, bfloat16 or float16, got {error.args[0]} "
+            "(convert it first)"
+        ) from None
     return (need_dx, need_dw, need_db), bits

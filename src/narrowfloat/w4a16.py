@@ -330,11 +330,12 @@ class PackedFP4Linear(nn.Module):
                 f"PackedFP4Linear: expected an input [..., {self.in_features}], got "
                 f"{tuple(input.shape)}"
             )
+        held = self._buffers  # past __getattr__, a call in Python for each
         return fp4_weight_matmul_op(
             input.to(torch.bfloat16),
-            self.packed,
-            self.scale,
-            self.bias,
+            held["packed"],
+            held["scale"],
+            held["bias"],
             self.out_features,
             _out_dtype(input),
             self.overlap,
@@ -354,6 +355,15 @@ class PackedFP4Linear(nn.Module):
                 "hooks; the layer has no graph inside)"
             )
         return call
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                "PackedFP4Linear has no attribute 'weight': the weight is packed in FP4 and cannot "
+                "be written (dequantize() gives its values; a parent that computes with it, or "
+                "merges an adapter into it, needs the layer unpacked: leave it out with filter)"
+            )
+        return super().__getattr__(name)
 
     def dequantize(self) -> Tensor:
         """The weight [out_features, in_features] in fp32."""
