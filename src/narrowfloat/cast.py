@@ -87,6 +87,11 @@ class Cast:
         return SCALINGS[self.scaling]
 
 
+def elements_of(scaling: formats.Scaling) -> tuple[str, ...]:
+    """The elements that a scaling can be combined with, the usual one first."""
+    return _ELEMENTS[scaling.name]
+
+
 def scaling_of(cast: Cast | None) -> formats.Scaling:
     return NONE if cast is None else cast.of
 
