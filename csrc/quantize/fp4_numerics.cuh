@@ -119,9 +119,10 @@ __device__ inline uint32_t packed_amax(const uint32_t (&w)[8]) {
   return larger_half(max_abs_nan2(a, b));
 }
 
-// The smallest block scale, 2^-9, leaves a multiplier that is an fp32 up to here. Blocks whose
-// largest value is a normal number stay.
-constexpr float kLargestUp = 0x1p119f;
+// The smallest block scale, 2^-9, leaves a multiplier that is an fp32 up to here. Block scales are
+// few steps of 2^-9 then: a block's largest value becomes 4.5, so that none is a step too small and
+// saturates. Blocks whose largest value is a normal number stay.
+constexpr float kLargestUp = 0x1p119f, kTopOfSmall = 4.5f;
 
 // What every block of a side shares, from the side's amax.
 struct SideScale {
@@ -150,7 +151,7 @@ __device__ inline SideScale side_scale(uint32_t amax_bits, const Fp4Side& side, 
   const float top = (side.four_over_six ? 256.f : 448.f) * 6.f;
   const float whole = __fdiv_rn(top, amax);
   s.up = amax_bits == 0 ? 1.f : fminf(whole, kLargestUp);
-  s.to_six = __fmul_rn(s.up, 1.f / 6.f);
+  s.to_six = __fmul_rn(s.up, whole > kLargestUp ? 1.f / kTopOfSmall : 1.f / 6.f);
   s.to_four = __fmul_rn(s.up, .25f);
   s.inverse = __fdiv_rn(1.f, s.up);
   const float scale = whole > kLargestUp ? 1.f / kLargestUp : __fdiv_rn(amax, top);

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from . import formats, ops, recipe, support
 from .cast import Cast, elements_of
-from .formats import GROUP, MXFP4, BlockFormat, Format, Scaling, padded, padded32
+from .formats import GROUP, HIGH_PRECISION, MXFP4, BlockFormat, Format, Scaling, padded, padded32
 from .reference.block import Operand, scales_at, taken
 from .reference.fp4 import unpack, untile
 from .reference.fp4_numerics import e4m3, grid
-from .reference.tensor import as_rows, check_quantizable
+from .reference.tensor import FLT_MAX, as_rows, check_quantizable
 from .spec import both
 
 EXPONENT = 23  # where it starts in the bits of an fp32
+
+_LARGEST = {dtype: torch.finfo(dtype).max for dtype in HIGH_PRECISION}  # a constant when traced
 
 
 Made = TypeVar("Made", "QuantizedTensor", "FP4Tensor", "BlockTensor")
@@ -91,7 +93,7 @@ def _check_named(kind: type, made: Made, names: Iterable[str]) -> None:
 
 def _product(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """codes x scales, both fp32, in `dtype`: rounded once. What is finite stays so."""
-    largest = torch.finfo(dtype).max
+    largest = _LARGEST.get(dtype, FLT_MAX)
     real = codes * scales
     finite = codes.isfinite() & scales.isfinite()
     return torch.where(finite, real.clamp(-largest, largest), real).to(dtype)
@@ -160,11 +162,11 @@ class FP4Tensor(NamedTuple):
         leading = tuple(self.data.shape[:-1])
         data = _checked(
             kind, "data", self.data, (torch.uint8,), (*leading, -(-k // 2)),
-            f"two codes a byte, for width {k}", device,
+            "two codes of the width a byte", device,
         )  # fmt: skip
         scales = _checked(
             kind, "scales", self.scales, (fmt.scale,), (*leading, -(-k // fmt.block)),
-            f"one for each {fmt.block} of width {k}", device,
+            f"one for each {fmt.block} of the width", device,
         )  # fmt: skip
         scale = _checked(kind, "scale", self.scale, (torch.float32,), (), "one a tensor", device)
         return data, scales, scale, self.format, self.dtype, k
@@ -218,7 +220,7 @@ class BlockTensor(NamedTuple):
         data = _checked(kind, "data", self.data, dtypes, shape, "codes", device)
         *leading, k = shape
         across = -(-k // scaling.block) if scaling.block else 1
-        expected, layout = (*leading, across), f"one for each {scaling.block or 'row'} of {k}"
+        expected, layout = (*leading, across), f"one for each {scaling.block or 'all'} of a row"
         if self.two_d:
             expected = (-(-math.prod(leading) // scaling.block), across)
             layout = f"one for each {scaling.block} x {scaling.block}"

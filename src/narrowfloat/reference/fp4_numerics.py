@@ -24,8 +24,10 @@ from .tensor import FLT_MAX, cast
 TOP, TOP_FOUR_OVER_SIX = 448.0, 256.0
 
 # Of nvfp4: so much a tensor is multiplied by at most, for its smallest block scale, 2^-9, to leave
-# a multiplier that is an fp32. Blocks whose largest value is a normal number stay.
-LARGEST_MULTIPLIER = 2.0**119
+# a multiplier that is an fp32. Block scales are few steps of 2^-9 then: a block's largest value
+# becomes 4.5, not 6, so that none is a step too small and saturates. Blocks whose largest value is
+# a normal number stay.
+LARGEST_MULTIPLIER, TOP_OF_SMALL = 2.0**119, 4.5
 
 BF16_MAX = torch.finfo(torch.bfloat16).max
 
@@ -201,12 +203,13 @@ def _scale_nvfp4(
 ) -> _Scaling:
     top = _fp32((TOP_FOUR_OVER_SIX if how.four_over_six else TOP) * 6, amax)
     multiplier = torch.div(top, amax)
-    smallest = multiplier > LARGEST_MULTIPLIER
+    smallest = (multiplier > LARGEST_MULTIPLIER) & (amax > 0)
     scale = torch.where(smallest, 1 / LARGEST_MULTIPLIER, torch.div(amax, top))
     multiplier = torch.where(amax == 0, 1.0, multiplier.clamp(max=LARGEST_MULTIPLIER))
     scale = torch.where(amax == 0, 1.0, scale)
 
-    wanted = (bamax * (multiplier * _fp32(1 / 6, amax))).clamp(max=FLT_MAX)
+    part = torch.where(smallest, _fp32(1 / TOP_OF_SMALL, amax), _fp32(1 / 6, amax))
+    wanted = (bamax * (multiplier * part)).clamp(max=FLT_MAX)
     scales = cast(wanted, E4M3).view(torch.uint8)
     if how.scale_up:
         scales = scales + ((e4m3(scales) < wanted) & (scales < 0x7E))
