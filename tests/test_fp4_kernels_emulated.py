@@ -202,7 +202,7 @@ def test_r27_r28_ends_of_fp32(library, dtype: torch.dtype, mx: bool) -> None:
         six, up = PACKED._replace(four_over_six=True), PACKED._replace(scale_up=True)
         for square in (False, True):
             check(library, x.to(dtype), Choices(six, six, False, square), f"{bad} six")
-            check(library, x.to(dtype), Choices(PACKED, up, False, square), f"{bad} up")
+            check(library, x.to(dtype), Choices(up, up, False, square), f"{bad} up")
 
 
 def test_r30_ties(library) -> None:
