@@ -50,8 +50,8 @@ CHANGED = {
     "contraction as that GEMM has it (only delayed scaling, one history a tensor, refuses it)",
 }
 
-# The same of what was recorded before d303b73 (tests/bits_h200.json was), by patterns of names; those
-# of tests/bits_cpu.json were recorded anew. Empty it when the other is.
+# The same of what was recorded before d303b73 (tests/bits_h200.json was), by patterns of names;
+# those of tests/bits_cpu.json were recorded anew. Empty it when the other is.
 CHANGED_SINCE = {
     r"\bsubnormal$": "R-27: scale and multiplier fit each other where max / amax overflows",
     r"nvfp4_(four_over_six|46)|packed": "R-30: of four over six a block that 6 and 4 give the same "

@@ -1,5 +1,5 @@
-"""Faults of scales and roundings stay mended, R-25 to R-31; CASES.md tells of each. What the kernels
-do where these concern them is in the files of their emulation."""
+"""Faults of scales and roundings stay mended, R-25 to R-31; CASES.md tells of each. What kernels
+do about them is in the files of their emulation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 import narrowfloat as nf
 from narrowfloat import formats, ops, w4a16
 from narrowfloat.cast import Cast
-from narrowfloat.reference import block, fp4, fp4_numerics, linear
+from narrowfloat.reference import block, fp4, fp4_numerics
 from narrowfloat.reference.tensor import FLT_MAX, scale_from_amax
 from narrowfloat.spec import Y_DTYPE, both
 

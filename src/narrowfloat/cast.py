@@ -47,8 +47,8 @@ class Cast:
     orientations of a weight are the same numbers. stochastic: rounding by chance that keeps the
     mean of the bf16 that an operand is rounded to first, else to nearest even. hadamard: a 16-wide
     transform with fixed signs before. four_over_six: each block maps its largest value to 6 or to
-    4, whichever has the smaller squared error; a tie is 6. scale_up: block scales are rounded up, so that nothing saturates. The last four are
-    FP4's.
+    4, whichever has the smaller squared error; a tie is 6. scale_up: block scales are rounded up,
+    so that nothing saturates. The last four are FP4's.
 
     ValueError for what there is not. In place of a Cast, None leaves an operand in bf16.
     """

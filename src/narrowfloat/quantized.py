@@ -291,8 +291,8 @@ def quantize(
 
     "fp8_row", "fp8_block", "fp8_block_pow2" and "mxfp8" are E4M3 with a scale for each row, 128,
     128 or 32 elements of the last dimension, fp32 or, of the latter two, powers of two, rounded up,
-    from 2^-124 on. NaN or Inf makes the scale of its row or block non-finite. two_d (fp8_block, fp8_block_pow2):
-    blocks of 128 x 128.
+    from 2^-124 on. NaN or Inf makes the scale of its row or block non-finite. two_d (fp8_block,
+    fp8_block_pow2): blocks of 128 x 128.
 
     The result carries no gradient. `data` is a view whose rows start on 16-byte boundaries, so the
     last dimension's stride is 1 but it need not be contiguous.

@@ -80,7 +80,8 @@ def pack(codes: Tensor, tiled_scales: Tensor, n: int, k: int) -> Tensor:
     """Weights [n, k] from the layout of the quantize operator to that of inference.
 
     codes: uint8 [padded(n), padded32(k) / 2]; tiled_scales: uint8, or float8_e4m3fn, flat, in
-    tiles of 128 x 4, [scales_size(n, k)]. ValueError for others. Returns uint8 packed_shape(n, k). Codes whose scale is 0 become 0. unpack() is the inverse.
+    tiles of 128 x 4, [scales_size(n, k)]; ValueError for others. Returns uint8 packed_shape(n, k).
+    Codes whose scale is 0 become 0. unpack() is the inverse.
     """
     if codes.dtype != torch.uint8 or codes.shape != codes_shape(n, k):
         raise ValueError(

@@ -29,8 +29,8 @@ from .fp4 import tile, untile
 from .tensor import cast, scale_from_amax
 
 # Of a power-of-two scale that is made here, biased by 127: from here on every code x scale is a
-# bf16, subnormal or not (E4M3's smallest is 2^-9, bf16's 2^-133), so that a bf16 GEMM is exact. OCP's
-# smallest, 0, is read where a tensor comes with it.
+# bf16, subnormal or not (E4M3's smallest is 2^-9, bf16's 2^-133), so that a bf16 GEMM is exact.
+# OCP's smallest, 0, is read where a tensor comes with it.
 SMALLEST_EXPONENT = 3
 
 # With the largest scale, 2^120, what rounds to the code 256 would be 2^128, which neither fp32 nor

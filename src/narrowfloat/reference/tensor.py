@@ -122,9 +122,9 @@ def scaled_mm(
     out_dtype: torch.dtype,
     fast: bool,
 ) -> Tensor:
-    """d [M,N] = a_scale b_scale (a [M,K] b [N,K]^T) + bias; operands FP8, scales fp32 of one element
-    or as quantize returns them (the first is used), sum in fp32, rounded once to out_dtype. `fast`
-    does not change the reference."""
+    """d [M,N] = a_scale b_scale (a [M,K] b [N,K]^T) + bias; operands FP8, scales fp32 of one
+    element or as quantize returns them (the first is used), sum in fp32, rounded once to out_dtype.
+    `fast` does not change the reference."""
     _check_scaled_mm(a, b, a_scale, b_scale, "scaled_mm")
     d = _gemm(a, b, a_scale, b_scale)
     if bias is not None:
