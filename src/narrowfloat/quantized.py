@@ -72,7 +72,8 @@ def _checks_itself(kind: type[Made]) -> type[Made]:
     @functools.wraps(plain)
     def new(cls: type[Made], *fields: Any, **named: Any) -> Made:
         made: Made = plain(cls, *fields, **named)
-        if not isinstance(made.data, Tensor):
+        data: Any = made.data
+        if not isinstance(data, Tensor):
             return made
         return tuple.__new__(cls, made._held())
 
