@@ -13,7 +13,7 @@ import torch
 from conftest import assert_same_bits
 
 from narrowfloat.cast import Cast
-from narrowfloat.formats import BLOCK_POW2, E4M3, E5M2, ROW, Format, padded, padded32
+from narrowfloat.formats import BLOCK_POW2, E4M3, E5M2, MX, ROW, Format, padded, padded32
 from narrowfloat.reference import block, linear
 from narrowfloat.reference.fp4 import tile
 from narrowfloat.spec import Quantize
@@ -184,6 +184,22 @@ def test_values(library, kind: str, dtype: torch.dtype) -> None:
         check(library, x, how, how, kind)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_r27_r28_ends_of_fp32(library, dtype: torch.dtype) -> None:
+    """R-27, R-28: amax where max / amax overflows, from block to block; and the largest values,
+    beside a NaN and an Inf in other blocks."""
+    most = torch.finfo(dtype).max
+    small = torch.randn(70, 200) * 2.0 ** -torch.arange(100, 170).clamp(max=140)[:, None]
+    large = torch.full((70, 200), 3.1e38).copysign(torch.randn(70, 200))
+    large[::7, ::5], large[3, 100] = most, -most
+    large[40:, :50] = 1.0
+    for x in (small, large):
+        for bad in (0.0, float("nan"), float("inf")):
+            x[69, 199] = bad
+            for how in ALL:
+                check(library, x.to(dtype), how, how, f"{bad}")
+
+
 def test_every_bf16_value(library) -> None:
     x = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     x = x.reshape(256, 256)
@@ -239,6 +255,36 @@ def test_dequantized(library, how: How) -> None:
         to = ctypes.c_void_p(got.data_ptr())
         library.run_block_dequantize(scaling, square, *at, *sizes, to)
         assert_same_bits(got, want, f"{shape}")
+
+
+def test_r25_every_scale_of_an_operand(library) -> None:
+    """R-25: every E8M0 byte with every code that is a number, also those that no kernel here makes:
+    below 2^-124 the bf16 nearest to code x scale."""
+    codes = torch.arange(256, dtype=torch.uint8).expand(256, 256).clone()
+    codes[codes & 0x7F == 0x7F] = 0
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 8)
+    operand = block.Operand(codes.view(E4M3.dtype), scales)
+    want = block.operand_form(operand, MX)
+    got, tiled = garbage(want), tile(scales, 256, 128)
+    scaling, sizes = ctypes.c_int64(MX.code), (ctypes.c_int64(256), ctypes.c_int64(256))
+    at = [ctypes.c_void_p(t.data_ptr()) for t in (codes, tiled)]
+    to = ctypes.c_void_p(got.data_ptr())
+    library.run_block_dequantize(scaling, ctypes.c_int64(0), *at, *sizes, to)
+    assert_same_bits(got, want)
+
+
+def test_r25_every_power_of_two_spread(library) -> None:
+    """R-25: fp32 powers of two, 2^-127 too, to their bytes."""
+    bytes_ = torch.arange(256).to(torch.uint8)[:, None]
+    scales = block.fp32_scales(bytes_)
+    laid_out = block.lay_out(
+        block.Operand(torch.zeros(256, 128, dtype=torch.uint8).view(E4M3.dtype), scales), BLOCK_POW2
+    )[1]
+    want = tile(bytes_.repeat_interleave(4, 1), 256, 64)
+    got = garbage(want)
+    at, to = ctypes.c_void_p(laid_out.data_ptr()), ctypes.c_void_p(got.data_ptr())
+    library.run_block_spread(at, *map(ctypes.c_int64, (0, 256, 128)), to)
+    assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])

@@ -177,6 +177,48 @@ def test_values(library, kind: str, mx: bool) -> None:
             check(library, x[:, :103], Choices(rows, columns, False, True), kind)
 
 
+EVERY_FORM = [PACKED, OPERAND, PACKED._replace(stochastic=True), PACKED._replace(hadamard=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mx", [False, True])
+def test_r27_r28_ends_of_fp32(library, dtype: torch.dtype, mx: bool) -> None:
+    """R-27, R-28: amax where 6 x 448 / amax overflows, from block to block; and the largest values,
+    beside a NaN and an Inf in other blocks."""
+    most = torch.finfo(dtype).max
+    small = torch.randn(70, 200) * 2.0 ** -torch.arange(108, 178).clamp(max=140)[:, None]
+    large = torch.full((70, 200), 3.1e38).copysign(torch.randn(70, 200))
+    large[::7, ::5], large[3, 100] = most, -most
+    large[40:, :50] = 1.0
+    large[:, 150:] = 1e35  # these can be rotated
+    for x, bad in itertools.product((small, large), (0.0, float("nan"), float("inf"))):
+        x[69, 199] = bad
+        for side in EVERY_FORM:
+            check(library, x.to(dtype), Choices(side, side, mx), f"{bad}")
+        view = x.to(dtype)[:, 1:]  # not aligned
+        check(library, view, Choices(PACKED, OPERAND._replace(hadamard=True), mx), f"{bad}")
+        if mx:
+            continue
+        six, up = PACKED._replace(four_over_six=True), PACKED._replace(scale_up=True)
+        for square in (False, True):
+            check(library, x.to(dtype), Choices(six, six, False, square), f"{bad} six")
+            check(library, x.to(dtype), Choices(up, up, False, square), f"{bad} up")
+
+
+def test_r30_ties(library) -> None:
+    """R-30: blocks that 6 and 4 make the same values, among others, in every form."""
+    x = torch.zeros(48, 64)
+    x[:, ::16], x[:, 1::16] = 10, 9
+    x[16:32] *= torch.rand(16, 64)
+    x[32:, 2::16] = 3.5
+    six = [form._replace(four_over_six=True) for form in (PACKED, OPERAND)]
+    turned = [form._replace(hadamard=True) for form in six]
+    for form in (*six, *turned):
+        check(library, x, Choices(form, form), "ties")
+        if not form.hadamard:
+            check(library, x, Choices(form, form, False, True), "ties")
+
+
 def test_every_bf16_value(library) -> None:
     x = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     x = x.reshape(256, 256)

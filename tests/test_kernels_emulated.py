@@ -173,6 +173,22 @@ def test_layouts(run, on: Device) -> None:
             q.check(f"{name} {dtype}")
 
 
+@pytest.mark.parametrize("on", [ONE_LAUNCH, TWO_LAUNCHES])
+def test_r27_where_max_over_amax_overflows(run, on: Device) -> None:
+    """R-27: around the edge, down to the smallest number; by a history too."""
+    for code, exponent in itertools.product((0, 1), (112, 119, 120, 121, 126, 130, 149)):
+        x = torch.randn(70, 130).clamp(-1, 1) * 2.0**-exponent
+        q = Quantized(x, code)
+        quantize(run, q.job(), on=on)
+        q.check(f"{code} {exponent}")
+        history = torch.zeros(FIRST + 4, dtype=torch.int32)
+        history[0] = x.abs().amax().view(torch.int32)
+        history[2] = MARK ^ int(history[0])
+        q = Quantized(x, code, history=history)
+        quantize(run, q.job(), on=on)
+        q.check(f"{code} {exponent} by history")
+
+
 @pytest.mark.parametrize("kind", ["zeros", "tiny", "huge", "nan", "inf", "-inf"])
 @pytest.mark.parametrize("on", [ONE_LAUNCH, TWO_LAUNCHES])
 def test_values(run, kind: str, on: Device) -> None:

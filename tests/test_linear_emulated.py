@@ -646,6 +646,30 @@ def test_refusals(operators: Operators) -> None:
                 call(name, *arguments)
 
 
+@pytest.mark.parametrize(
+    "name", ["fp8", "fp8_row", "fp8_block", "fp8_block_pow2", "mxfp8", "nvfp4"]
+)
+def test_r26_scales_of_another_shape(operators: Operators, name: str) -> None:
+    """R-26: scales of as many bytes in another shape or type, or of too many, are refused, in the
+    words of the reference; none is read."""
+    recipe = ALL[name]
+    operators.device(120 if name in ("mxfp8", "nvfp4") else 90)
+    x, w, _, _ = tensors(40, 144, 256, BF16)
+    codes, scales, scale = quantized(w, recipe.fprop.casts[1], 0)
+    wrong: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
+    if scales is not None and scales.numel():
+        others = [scales[None], torch.cat([scales, scales]), scales.view(torch.int8), scales[:-1]]
+        others += [scales.double(), scales.reshape(2, -1)]
+        others += [scales.flatten(), scales.t().contiguous()] if scales.dim() == 2 else []
+        wrong += [(t, scale) for t in others if t.shape != scales.shape or t.dtype != scales.dtype]
+    if scale is not None:
+        wrong += [(scales, t) for t in (scale.repeat(3), scale[:3], scale.double())]
+    for pair in wrong:
+        for call in operators, reference:
+            with pytest.raises(ValueError, match="^linear: expected w_scales? as .*, got "):
+                call("linear_forward", x, w, None, recipe.forward_spec, *[None] * 3, codes, *pair)
+
+
 def test_a_fault_shows(operators: Operators) -> None:
     """The emulation itself: memory that nobody wrote is no operand of a GEMM."""
     x, w, _, _ = tensors(*ALIGNED, BF16)

@@ -16,9 +16,12 @@ class Prepared {
            Scratch& scratch)
       : q_(q), scale_(scale), element_(element_of(q, op, name)) {
     NF_CHECK(q.dim() == 2, op, ": expected ", name, " of two dimensions, got ", shape_of(q));
-    NF_CHECK(scale.scalar_type() == ScalarType::Float && scale.numel() >= 1, op,
-             ": expected the scale of ", name, " in float32 with one element, got ",
-             dtype_name(scale.scalar_type()), " ", shape_of(scale));
+    // one, or as quantize returns it; more may be scales of rows, of which the first alone is taken
+    const int64_t scales = scale.numel();
+    NF_CHECK(scale.scalar_type() == ScalarType::Float &&
+                 (scales == 1 || scales == kScale || scales == 2 * kScale),
+             op, ": expected ", name, "_scale as float32 [1] or [", kScale, "] or [", 2 * kScale,
+             "], a tensor's scale, got ", dtype_name(scale.scalar_type()), " ", shape_of(scale));
     rows_ = q.size(0), k_ = q.size(1);
     ld_ = rows_ <= 1 ? padded(k_) : q.stride(0);
     const bool aligned = reinterpret_cast<uintptr_t>(q.data_ptr()) % kPad == 0;

@@ -355,14 +355,15 @@ ThreeTensors linear_backward(const Tensor& dy, std::optional<Tensor> x_columns,
                              int64_t in_features, int64_t spec, std::optional<Tensor> x_scale,
                              std::optional<Tensor> w_codes, std::optional<Tensor> w_scales,
                              std::optional<Tensor> w_scale) {
-  const BackwardArguments given{dy,
-                                scales,
-                                w,
-                                seed,
-                                {x_columns, x_columns_scales, x_scale ? x_scale : scales,
-                                 "x_columns", "x_columns_scales", x_scale ? "x_scale" : "scales"},
-                                {w_codes, w_scales, w_scale, "w_codes", "w_scales", "w_scale"},
-                                in_features};
+  const BackwardArguments given{
+      dy,
+      scales,
+      w,
+      seed,
+      {x_columns, x_columns_scales, x_scale ? x_scale : scales, "x_columns", "x_columns_scales",
+       x_scale ? "x_scale" : "scales", !x_scale},
+      {w_codes, w_scales, w_scale, "w_codes", "w_scales", "w_scale"},
+      in_features};
   return backward(given, BackwardSpec(spec, kBackward), {});
 }
 
@@ -385,7 +386,8 @@ ThreeTensors delayed_linear_backward(const Tensor& dy, std::optional<Tensor> x_c
   if (spec.dw) check_history_casts(spec.wgrad_a, spec.wgrad_b, kBackward);
   if (spec.need_dx && spec.dw) check_one_history(spec.dgrad_a, spec.wgrad_a, kBackward);
   const std::optional<Tensor> none;
-  const GivenTensors x_given{x_columns, none, scales, "x_columns", "x_columns_scales", "scales"};
+  const GivenTensors x_given{x_columns,          none,     scales, "x_columns",
+                             "x_columns_scales", "scales", true};
   return backward({dy, scales, w, none, x_given, {none, none, none, "", "", ""}, in_features}, spec,
                   LayerHistory(history, dy, spec.guarded, spec.joins, kBackward));
 }

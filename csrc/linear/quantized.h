@@ -19,6 +19,7 @@ struct GivenOperand {
 struct GivenTensors {
   const std::optional<Tensor>&codes, &scales, &scale;
   const char *codes_name, *scales_name, *scale_name;
+  bool scale_leads = false;  // more than the tensor's scale follows it
 };
 
 // Of an operand [rows, cols] quantized along cols, on the device of `as`.

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         q = *reinterpret_cast<const uint4*>(codes + r * ld + c);
         if (mx) {
           const uint32_t e = static_cast<const uint8_t*>(scales)[mx_byte(r, c / 32, across)];
-          scale = e == 0xff ? 0x7fc00000u : e << 23;
+          scale = e == 0xff ? 0x7fc00000u : e == 0 ? 1u << 22 : e << 23;  // 2^-127 is subnormal
         } else {
           const int64_t at =
               square ? r / 128 * ((across + 3) / 4 * 4) + c / 128 : c / 128 * padded_rows + r;
@@ -48,7 +48,9 @@ __global__ void __launch_bounds__(kBlockThreads)
         const auto two = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
         const float2 f = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3)));
         const float s = __uint_as_float(scale);
-        out[i] = __byte_perm(__float_as_uint(f.x * s), __float_as_uint(f.y * s), 0x7632);
+        // exact with every scale that narrowfloat makes; OCP's three smaller ones make bf16 round
+        const __nv_bfloat162 product = __floats2bfloat162_rn(f.x * s, f.y * s);
+        out[i] = *reinterpret_cast<const uint32_t*>(&product);
       }
       if (scale > 0x7f800000u) {
 #pragma unroll

@@ -162,7 +162,7 @@ __device__ inline void choose_scales(const BlockQuantizeParams& p, Shared<T>& s,
 
 // A run of a block that has a NaN multiplier: `valid` NaN, then zeros.
 template <Out O>
-__device__ __noinline__ void store_nan(void* to, int valid) {
+__device__ inline void store_nan(void* to, int valid) {
   for (int i = 0; i < kRun; ++i) {
     if constexpr (kRunBytes<O> == kRun) {
       constexpr Element E = O == Out::e5m2 ? Element::e5m2 : Element::e4m3;
@@ -186,6 +186,49 @@ __device__ inline uint32_t rounded(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&v);
 }
 
+template <Out O>
+__device__ inline void store_rounded(void* to, const float (&x)[kRun], float multiplier) {
+  constexpr Element E = O == Out::e5m2 ? Element::e5m2 : Element::e4m3;
+  uint32_t w[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    w[i] = encode4<E>(x[4 * i] * multiplier, x[4 * i + 1] * multiplier, x[4 * i + 2] * multiplier,
+                      x[4 * i + 3] * multiplier);
+  }
+  if constexpr (O == Out::operand) {
+    const float scale = __uint_as_float(0x7f000000u - __float_as_uint(multiplier));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      static_cast<uint4*>(to)[i] =
+          make_uint4(dequantized(w[2 * i], scale), dequantized(w[2 * i] >> 16, scale),
+                     dequantized(w[2 * i + 1], scale), dequantized(w[2 * i + 1] >> 16, scale));
+    }
+  } else {
+    *static_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+  }
+}
+
+// With the largest power of two, 2^120, the code 256 would be 2^128, which neither fp32 nor bf16
+// has: values saturate at 240 x 2^120. No other multiplier is as small but that of an Inf, 0.
+constexpr float kLeastMultiplier = 0x1p-120f, kLargest = 240 * 0x1p120f;
+
+// A run of a block with a multiplier that is NaN, 0 or kLeastMultiplier: apart, so that the usual
+// way stays short.
+template <Out O>
+__device__ __noinline__ void store_special(void* to, const float* from, float multiplier, bool mx,
+                                           int valid) {
+  if (multiplier != multiplier) {
+    store_nan<O>(to, mx && O != Out::operand ? 0 : valid);
+    return;
+  }
+  float x[kRun];
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) {
+    x[i] = multiplier == 0.f ? from[i] : fminf(fmaxf(from[i], -kLargest), kLargest);
+  }
+  store_rounded<O>(to, x, multiplier);
+}
+
 // valid: of the run's elements, those inside the matrix.
 template <Out O>
 __device__ inline void store_run(void* to, const float (&x)[kRun], float multiplier, bool mx,
@@ -197,29 +240,13 @@ __device__ inline void store_run(void* to, const float (&x)[kRun], float multipl
           make_uint4(rounded(x[8 * i], x[8 * i + 1]), rounded(x[8 * i + 2], x[8 * i + 3]),
                      rounded(x[8 * i + 4], x[8 * i + 5]), rounded(x[8 * i + 6], x[8 * i + 7]));
     }
+  } else if (multiplier > kLeastMultiplier) {
+    store_rounded<O>(to, x, multiplier);
   } else {
-    if (multiplier != multiplier) {
-      store_nan<O>(to, mx && O != Out::operand ? 0 : valid);
-      return;
-    }
-    constexpr Element E = O == Out::e5m2 ? Element::e5m2 : Element::e4m3;
-    uint32_t w[4];
+    float copy[kRun];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      w[i] = encode4<E>(x[4 * i] * multiplier, x[4 * i + 1] * multiplier, x[4 * i + 2] * multiplier,
-                        x[4 * i + 3] * multiplier);
-    }
-    if constexpr (O == Out::operand) {
-      const float scale = __uint_as_float(0x7f000000u - __float_as_uint(multiplier));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        static_cast<uint4*>(to)[i] =
-            make_uint4(dequantized(w[2 * i], scale), dequantized(w[2 * i] >> 16, scale),
-                       dequantized(w[2 * i + 1], scale), dequantized(w[2 * i + 1] >> 16, scale));
-      }
-    } else {
-      *static_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
-    }
+    for (int i = 0; i < kRun; ++i) copy[i] = x[i];
+    store_special<O>(to, copy, multiplier, mx, valid);
   }
 }
 

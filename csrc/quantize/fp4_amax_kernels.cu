@@ -58,6 +58,13 @@ struct Sixteen {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) x[i] = value(i, j);
   }
+  // The same, with what is finite kept so: where a maximum came to Inf.
+  __device__ void finite_column(int j, float (&x)[kGroup]) const {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      x[i] = __bfloat162float(__float2bfloat16_rn(within_bf16(exact(i, j))));
+    }
+  }
 };
 
 __device__ inline float finite_amax(const float (&x)[kGroup]) {
@@ -93,7 +100,7 @@ __device__ inline void add_plain(const Sixteen<T>& v, float& amax) {
 #pragma unroll
     for (int j = 0; j < Sixteen<T>::kColumns; ++j) {
       float x[kGroup];
-      v.column(j, x);
+      v.finite_column(j, x);
       m = fmaxf(m, finite_amax(x));
     }
   }
@@ -114,7 +121,7 @@ __device__ inline void add_rotated(const Sixteen<T>& v, float& amax) {
     }
     float m = __uint_as_float(largest_of(bits));
     if (!(m <= kFltMax)) {
-      v.column(j, x);
+      v.finite_column(j, x);
       rotate(x);
       m = finite_amax(x);
     }
@@ -199,7 +206,7 @@ __global__ void __launch_bounds__(kFp4Threads, kFp4AmaxBlocksPerSm)
 __device__ inline float real_at(const Fp4Job& job, int64_t r, int64_t c) {
   if (c >= job.cols) return 0.f;
   const float v = load_real(job.x, job.type, r * job.row_stride + c * job.col_stride);
-  return __bfloat162float(__float2bfloat16_rn(v));
+  return __bfloat162float(__float2bfloat16_rn(within_bf16(v)));
 }
 
 __global__ void __launch_bounds__(kFp4Threads)

@@ -8,14 +8,10 @@
 
 namespace narrowfloat {
 
-// Of two scale bytes the one with the smaller error, given in units of codes; ties keep `six`.
-__device__ inline uint32_t smaller_error(uint32_t six, float six_error, uint32_t four,
-                                         float four_error) {
-  const float at_six = e4m3_value(six), at_four = e4m3_value(four);
-  return __fmul_rn(__fmul_rn(four_error, at_four), at_four) <
-                 __fmul_rn(__fmul_rn(six_error, at_six), at_six)
-             ? four
-             : six;
+// The squared error of a group with a scale byte.
+__device__ inline float error_with(const Shared& s, int side, uint32_t scale,
+                                   const float (&x)[kGroup]) {
+  return squared_error(x, s.factors[side][scale].multiplier, e4m3_value(scale), s.side[side].up);
 }
 
 // Where a group's scale byte comes from.
@@ -30,13 +26,12 @@ __device__ inline uint32_t choose_scale(const Fp4QuantizeParams& p, const Shared
                                         int pair_lane) {
   const Fp4Job& job = p.job;
   const Fp4Side& side = job.side[W::kSide];
-  const auto& factors = s.factors[W::kSide];
   if constexpr (W::kChoice == Choice::six_or_four) {
     const uint32_t six = block_scale(bits, s.side[W::kSide], false, side.scale_up, false);
     if (six != 0 && six != kNanScale) {
       const uint32_t four = block_scale(bits, s.side[W::kSide], false, false, true);
-      return smaller_error(six, squared_error(x, factors[six].multiplier), four,
-                           squared_error(x, factors[four].multiplier));
+      // a tie keeps 6
+      return error_with(s, W::kSide, four, x) < error_with(s, W::kSide, six, x) ? four : six;
     }
     return six;
   }
@@ -74,8 +69,8 @@ __device__ inline void choose_block_scales(const Fp4QuantizeParams& p, Shared& s
       const uint32_t four = block_scale(bits, s.side[k], false, false, true);
       float x[kGroup];
       take16(tile, row, group, x);
-      s.error[0][row * kTileGroups + group] = squared_error(x, s.factors[k][six].multiplier);
-      s.error[1][row * kTileGroups + group] = squared_error(x, s.factors[k][four].multiplier);
+      s.error[0][row * kTileGroups + group] = error_with(s, k, six, x);
+      s.error[1][row * kTileGroups + group] = error_with(s, k, four, x);
     }
     __syncthreads();
   }
@@ -91,8 +86,7 @@ __device__ inline void choose_block_scales(const Fp4QuantizeParams& p, Shared& s
           six_error = __fadd_rn(six_error, s.error[0][at]);
           four_error = __fadd_rn(four_error, s.error[1][at]);
         }
-        scale = smaller_error(scale, six_error, block_scale(bits, s.side[k], false, false, true),
-                              four_error);
+        if (four_error < six_error) scale = block_scale(bits, s.side[k], false, false, true);
       }
     }
     s.block[now][threadIdx.x] = scale;

@@ -34,6 +34,12 @@ __device__ inline uint32_t pack_bf16(float low, float high) {
   return bits;
 }
 
+// What is finite stays so when it is rounded to bf16 after this.
+constexpr float kBf16Max = 0x1.fep+127f;
+__device__ inline float within_bf16(float v) {
+  return fabsf(v) <= kFltMax ? fminf(fmaxf(v, -kBf16Max), kBf16Max) : v;
+}
+
 // 16 neighbours as bf16 in 8 words to fp32.
 __device__ inline void unpack16(const uint32_t* w, float (&x)[kGroup]) {
 #pragma unroll
@@ -113,8 +119,14 @@ __device__ inline uint32_t packed_amax(const uint32_t (&w)[8]) {
   return larger_half(max_abs_nan2(a, b));
 }
 
+// The smallest block scale, 2^-9, leaves a multiplier that is an fp32 up to here. Block scales are
+// few steps of 2^-9 then: a block's largest value becomes 4.5, so that none is a step too small and
+// saturates. Blocks whose largest value is a normal number stay.
+constexpr float kLargestUp = 0x1p119f, kTopOfSmall = 4.5f;
+
 // What every block of a side shares, from the side's amax.
 struct SideScale {
+  float up;               // S: what the tensor is multiplied by, code x block scale then
   float to_six, to_four;  // block amax times this is the block scale that maps it to 6 or 4
   float inverse;          // 1 / S
   int top_exponent;       // mx: of the largest block
@@ -137,11 +149,13 @@ __device__ inline SideScale side_scale(uint32_t amax_bits, const Fp4Side& side, 
     return s;
   }
   const float top = (side.four_over_six ? 256.f : 448.f) * 6.f;
-  const float up = amax_bits == 0 ? 1.f : fminf(__fdiv_rn(top, amax), kFltMax);
-  s.to_six = __fmul_rn(up, 1.f / 6.f);
-  s.to_four = __fmul_rn(up, .25f);
-  s.inverse = __fdiv_rn(1.f, up);
-  s.tensor_scale = amax_bits == 0 ? quarter : __fmul_rn(__fdiv_rn(amax, top), quarter);
+  const float whole = __fdiv_rn(top, amax);
+  s.up = amax_bits == 0 ? 1.f : fminf(whole, kLargestUp);
+  s.to_six = __fmul_rn(s.up, whole > kLargestUp ? 1.f / kTopOfSmall : 1.f / 6.f);
+  s.to_four = __fmul_rn(s.up, .25f);
+  s.inverse = __fdiv_rn(1.f, s.up);
+  const float scale = whole > kLargestUp ? 1.f / kLargestUp : __fdiv_rn(amax, top);
+  s.tensor_scale = amax_bits == 0 ? quarter : __fmul_rn(scale, quarter);
   return s;
 }
 

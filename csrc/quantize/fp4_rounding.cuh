@@ -162,14 +162,17 @@ __device__ inline void nearest_operand(const float (&x)[kGroup], const uint32_t 
   }
 }
 
-// The sum of the squared errors of nearest(), in units of codes, in order.
-__device__ inline float squared_error(const float (&x)[kGroup], float multiplier) {
+// The sum of the squared errors of nearest(), in order: code x scale less the value times `up`, the
+// tensor's multiplier. The product is exact, so that two scales which give a block the same values
+// have the same error, to the bit.
+__device__ inline float squared_error(const float (&x)[kGroup], float multiplier, float scale,
+                                      float up) {
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) {
     const float v = __fmul_rn(fabsf(x[i]), multiplier);
-    // beyond 6 the grid ends
-    const float e = __fadd_rn(v >= 6.f ? 6.f : OnGrid(v, 0).value(), -v);
+    const float code = v >= 6.f ? 6.f : OnGrid(v, 0).value();  // beyond 6 the grid ends
+    const float e = __fmaf_rn(code, scale, -__fmul_rn(fabsf(x[i]), up));
     sum = __fadd_rn(sum, __fmul_rn(e, e));
   }
   return sum;

@@ -48,7 +48,8 @@ __device__ inline void load16(const Fp4Job& job, int64_t r, int64_t c, uint32_t 
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       if (r < job.rows && c + 2 * i + j < job.cols) {
-        v[j] = load_real(job.x, job.type, r * job.row_stride + (c + 2 * i + j) * job.col_stride);
+        v[j] = within_bf16(
+            load_real(job.x, job.type, r * job.row_stride + (c + 2 * i + j) * job.col_stride));
       }
     }
     w[i] = pack_bf16(v[0], v[1]);
@@ -97,8 +98,13 @@ __device__ __noinline__ void load_slowly(const Fp4Job& job, bool aligned, Spot a
                                                       r * job.row_stride + c);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float4 q =
-            r < job.rows && c + 4 * k < job.cols ? p[k] : make_float4(0.f, 0.f, 0.f, 0.f);
+        float4 q = r < job.rows && c + 4 * k < job.cols ? p[k] : make_float4(0.f, 0.f, 0.f, 0.f);
+        // a maximum passes over NaN
+        const float most = fmaxf(fmaxf(fabsf(q.x), fabsf(q.y)), fmaxf(fabsf(q.z), fabsf(q.w)));
+        if (most > kBf16Max) {  // rare
+          q.x = within_bf16(q.x), q.y = within_bf16(q.y);
+          q.z = within_bf16(q.z), q.w = within_bf16(q.w);
+        }
         w[2 * k] = pack_bf16(q.x, q.y), w[2 * k + 1] = pack_bf16(q.z, q.w);
       }
     } else {

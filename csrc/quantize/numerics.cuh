@@ -13,6 +13,7 @@
 namespace narrowfloat {
 
 constexpr float kFltMax = 3.402823466e+38f;
+constexpr float kSmallestScale = 0x1p-128f;  // 1 / kFltMax in fp32
 
 template <Element E>
 struct ElementTraits;
@@ -42,8 +43,8 @@ __device__ inline float2 scale_from_amax(uint32_t amax_bits, Element e) {
   if (amax_bits > 0x7f800000u) {  // one NaN, as the reference has it
     return make_float2(__uint_as_float(0x7fc00000u), __uint_as_float(0x7fc00000u));
   }
-  float multiplier = __fdiv_rn(max, amax);  // Inf for an amax under max / FLT_MAX
-  if (multiplier > kFltMax) multiplier = kFltMax;
+  const float multiplier = __fdiv_rn(max, amax);  // Inf for an amax under max / FLT_MAX
+  if (multiplier > kFltMax) return make_float2(kSmallestScale, kFltMax);
   return make_float2(__fdiv_rn(amax, max), multiplier);
 }
 

@@ -45,10 +45,10 @@ class Cast:
 
     square: blocks of 128 x 128 ("block", "block_pow2") or 16 x 16 ("nvfp4"), so that both
     orientations of a weight are the same numbers. stochastic: rounding by chance that keeps the
-    mean, else to nearest even. hadamard: a 16-wide transform with fixed signs before.
-    four_over_six: each block maps its largest value to 6 or to 4, whichever has the smaller squared
-    error. scale_up: block scales are rounded up, so that nothing saturates. The last four are
-    FP4's.
+    mean of the bf16 that an operand is rounded to first, else to nearest even. hadamard: a 16-wide
+    transform with fixed signs before. four_over_six: each block maps its largest value to 6 or to
+    4, whichever has the smaller squared error; a tie is 6. scale_up: block scales are rounded up,
+    so that nothing saturates. The last four are FP4's.
 
     ValueError for what there is not. In place of a Cast, None leaves an operand in bf16.
     """
@@ -85,6 +85,11 @@ class Cast:
     def of(self) -> formats.Scaling:
         """Its row of the table of scalings."""
         return SCALINGS[self.scaling]
+
+
+def elements_of(scaling: formats.Scaling) -> tuple[str, ...]:
+    """The elements that a scaling can be combined with, the usual one first."""
+    return _ELEMENTS[scaling.name]
 
 
 def scaling_of(cast: Cast | None) -> formats.Scaling:

@@ -207,6 +207,11 @@ class FP4DequantizeFunction(torch.autograd.Function):
                 f"FP4DequantizeFunction: expected values and scales of one shape, got "
                 f"{tuple(values.shape)} and {tuple(scales.shape)}"
             )
+        if scales.dtype != torch.float32:
+            raise ValueError(
+                f"FP4DequantizeFunction: expected scales in torch.float32, got {scales.dtype} "
+                "(FP4QuantizeFunction gives them, a block's scale times the tensor's)"
+            )
         return (values.float() * scales).to(values.dtype)
 
     @staticmethod

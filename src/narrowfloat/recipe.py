@@ -235,8 +235,8 @@ def fp4_recipe(
     32). weights_2d: w in blocks of 16 x 16, so that fprop and dgrad see the same numbers (nvfp4
     alone; mxfp4 quantizes w along each contraction). rotate_wgrad: a 16-wide Hadamard transform
     with fixed signs on both operands of wgrad. stochastic_dy: dy is rounded stochastically, so
-    that its error averages out; the random bits come from torch's generator. All on by default,
-    as others train (arXiv 2509.25149).
+    that its error averages out, up to that of rounding an fp32 dy to bf16 before; the random bits
+    come from torch's generator. All on by default, as others train (arXiv 2509.25149).
 
     four_over_six: "none", "x", "w" or "both": of these, each block maps its largest value to 6 or
     to 4, whichever has the smaller squared error (nvfp4 alone; arXiv 2512.02010). scale_up_dy:

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from . import _binary, support, tensor_kinds
 from . import recipe as recipes
 from .cast import Cast
-from .formats import GROUP, HIGH_PRECISION, NVFP4, codes_shape, padded32
+from .formats import GROUP, HIGH_PRECISION, NVFP4, codes_shape, padded32, scales_size
 from .functional_op import has_tangent
 from .ops import Operator, quantize_op
 from .recipe import Recipe
@@ -79,13 +79,26 @@ def _check_packed(packed: Tensor, n: int, k: int, who: str) -> None:
 def pack(codes: Tensor, tiled_scales: Tensor, n: int, k: int) -> Tensor:
     """Weights [n, k] from the layout of the quantize operator to that of inference.
 
-    codes: uint8 [padded(n), padded32(k) / 2]; tiled_scales: uint8, flat, in tiles of 128 x 4.
-    Returns uint8 packed_shape(n, k). Codes whose scale is 0 become 0. unpack() is the inverse.
+    codes: uint8 [padded(n), padded32(k) / 2]; tiled_scales: uint8, or float8_e4m3fn, flat, in
+    tiles of 128 x 4, [scales_size(n, k)]; ValueError for others. Returns uint8 packed_shape(n, k).
+    Codes whose scale is 0 become 0. unpack() is the inverse.
     """
     if codes.dtype != torch.uint8 or codes.shape != codes_shape(n, k):
         raise ValueError(
             f"pack: expected codes in uint8 {codes_shape(n, k)} for N {n} and K {k}, got "
             f"{codes.dtype} {tuple(codes.shape)} (the quantize operator makes them)"
+        )
+    if tiled_scales.dtype is NVFP4.scale:
+        tiled_scales = tiled_scales.view(torch.uint8)
+    if tiled_scales.dtype != torch.uint8 or tiled_scales.shape != (scales_size(n, k),):
+        raise ValueError(
+            f"pack: expected tiled scales in uint8 {(scales_size(n, k),)} for N {n} and K {k}, got "
+            f"{tiled_scales.dtype} {tuple(tiled_scales.shape)} (the quantize operator makes them)"
+        )
+    if tiled_scales.device != codes.device:
+        raise ValueError(
+            f"pack: expected tiled scales on {codes.device} as codes are, got "
+            f"{tiled_scales.device} (move them there)"
         )
     tiles, units = _units(n, k)
     scales = fp4.untile(tiled_scales, n, padded32(k))

@@ -28,9 +28,14 @@ from ..formats import (
 from .fp4 import tile, untile
 from .tensor import cast, scale_from_amax
 
-# Of a power-of-two scale, biased by 127: from here on every code x scale is a bf16, subnormal or
-# not (E4M3's smallest is 2^-9, bf16's 2^-133).
+# Of a power-of-two scale that is made here, biased by 127: from here on every code x scale is a
+# bf16, subnormal or not (E4M3's smallest is 2^-9, bf16's 2^-133), so that a bf16 GEMM is exact.
+# OCP's smallest, 0, is read where a tensor comes with it.
 SMALLEST_EXPONENT = 3
+
+# With the largest scale, 2^120, what rounds to the code 256 would be 2^128, which neither fp32 nor
+# bf16 has: values saturate at 240 x 2^120.
+LARGEST_EXPONENT, LARGEST = 247, 240 * 2.0**120
 
 
 class Operand(NamedTuple):
@@ -68,8 +73,9 @@ def exponents(amax: Tensor) -> Tensor:
 
 
 def power(biased: Tensor) -> Tensor:
-    """2^(biased - 127) in fp32, for int32 from 1 to 254."""
-    return (biased << 23).view(torch.float32)
+    """2^(biased - 127) in fp32, for int32 from 0, a subnormal number, to 254."""
+    bits = torch.where(biased == 0, 1 << 22, biased << 23)
+    return bits.view(torch.float32)
 
 
 def quantize_operand(
@@ -89,6 +95,8 @@ def quantize_operand(
     finite = amax.isfinite()
     biased = exponents(torch.where(finite, amax, 0.0))
     multiplier = torch.where(finite, power(254 - biased), float("nan"))
+    saturates = over_blocks(biased == LARGEST_EXPONENT, block, *x.shape)
+    x = torch.where(saturates, x.clamp(-LARGEST, LARGEST), x)
     codes = cast(x * over_blocks(multiplier, block, *x.shape), fmt)
     if scaling is not MX:
         return Operand(codes, torch.where(finite, power(biased), float("nan")))
@@ -98,17 +106,22 @@ def quantize_operand(
 
 
 def fp32_scales(scales: Tensor) -> Tensor:
-    """fp32 of scales that are fp32 or UE8M0 bytes from SMALLEST_EXPONENT on."""
+    """fp32 of scales that are fp32 or UE8M0 bytes."""
     if scales.dtype != torch.uint8:
         return scales
     return torch.where(scales == E8M0_NAN, float("nan"), power(scales.to(torch.int32)))
 
 
-def values(operand: Operand, scaling: Scaling, square: bool = False) -> Tensor:
-    """fp32 [R, C], code x scale."""
+def scales_at(operand: Operand, scaling: Scaling, square: bool = False) -> Tensor:
+    """fp32 [R, C], the scale of each element."""
     shape = operand.codes.shape
     block = blocks_of(scaling, square, *shape)
-    return operand.codes.float() * over_blocks(fp32_scales(operand.scales), block, *shape)
+    return over_blocks(fp32_scales(operand.scales), block, *shape)
+
+
+def values(operand: Operand, scaling: Scaling, square: bool = False) -> Tensor:
+    """fp32 [R, C], code x scale."""
+    return operand.codes.float() * scales_at(operand, scaling, square)
 
 
 # ---- layouts ----

@@ -23,6 +23,14 @@ from .tensor import FLT_MAX, cast
 # four over six a block scale is up to 1.5 times as large and must stay below 448 (arXiv 2512.02010)
 TOP, TOP_FOUR_OVER_SIX = 448.0, 256.0
 
+# Of nvfp4: so much a tensor is multiplied by at most, for its smallest block scale, 2^-9, to leave
+# a multiplier that is an fp32. Block scales are few steps of 2^-9 then: a block's largest value
+# becomes 4.5, not 6, so that none is a step too small and saturates. Blocks whose largest value is
+# a normal number stay.
+LARGEST_MULTIPLIER, TOP_OF_SMALL = 2.0**119, 4.5
+
+BF16_MAX = torch.finfo(torch.bfloat16).max
+
 # Halves between neighbours of the grid. A value on one goes to the even code: up where that is the
 # upper one, and where it is the lower one only from the next float on.
 _HALVES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True))
@@ -48,8 +56,17 @@ def _fp32(value: float, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
+def to_bf16(x: Tensor) -> Tensor:
+    """x rounded to bf16, as fp32: what is finite stays so, at bf16's largest value if need be."""
+    rounded = x.to(torch.bfloat16).float()
+    if x.dtype != torch.float32:  # fp16 ends before
+        return rounded
+    return torch.where(x.isfinite(), rounded.clamp(-BF16_MAX, BF16_MAX), rounded)
+
+
 def rotate(x: Tensor) -> Tensor:
-    """H (d x) of each group x [..., 16] in fp32: d the fixed signs, H of +-1, not over 4."""
+    """H (d x) of each group x [..., 16] in fp32: d the fixed signs, H of +-1, not over 4. A sum
+    that overflows is Inf."""
     signs = [-1.0 if SIGNS >> i & 1 else 1.0 for i in range(GROUP)]
     v = x * torch.tensor(signs, device=x.device)
     for h in (1, 2, 4, 8):
@@ -158,11 +175,18 @@ def _multipliers(scales: Tensor, tensor_multiplier: Tensor) -> Tensor:
 
 
 def _errors(
-    magnitudes: Tensor, scales: Tensor, multipliers: Tensor, square: bool, by_rows: bool
+    wanted: Tensor,
+    magnitudes: Tensor,
+    scales: Tensor,
+    multipliers: Tensor,
+    square: bool,
+    by_rows: bool,
 ) -> Tensor:
-    """Squared error of each block, in units of the tensor's multiplier; [R, G]."""
-    v = magnitudes * multipliers[..., None]
-    d = grid(round_nearest(v)) - v
+    """Squared error of each block; [R, G]. wanted: magnitudes times the tensor's multiplier, which
+    code x scale should be. So two scales that give one block the same values have the same error,
+    to the bit: both differences round the same numbers."""
+    codes = round_nearest(magnitudes * multipliers[..., None])
+    d = grid(codes) * e4m3(scales)[..., None] - wanted  # the product is exact
     squares = d * d
     if square:
         rows, groups, _ = squares.shape
@@ -170,21 +194,22 @@ def _errors(
         # each row's sum, then those in order: of the tensor's rows, in both orientations
         inner, outer = (3, 1) if by_rows else (1, 2)
         e = _in_order(_in_order(blocks, inner), outer)[:, None].expand(-1, GROUP, -1)
-        e = e.reshape(rows, groups)
-    else:
-        e = _in_order(squares, 2)
-    b = e4m3(scales)
-    return e * b * b
+        return e.reshape(rows, groups)
+    return _in_order(squares, 2)
 
 
 def _scale_nvfp4(
     magnitudes: Tensor, amax: Tensor, bamax: Tensor, how: Cast, by_rows: bool
 ) -> _Scaling:
     top = _fp32((TOP_FOUR_OVER_SIX if how.four_over_six else TOP) * 6, amax)
-    multiplier = torch.where(amax == 0, 1.0, torch.div(top, amax).clamp(max=FLT_MAX))
-    scale = torch.where(amax == 0, 1.0, torch.div(amax, top))
+    multiplier = torch.div(top, amax)
+    smallest = (multiplier > LARGEST_MULTIPLIER) & (amax > 0)
+    scale = torch.where(smallest, 1 / LARGEST_MULTIPLIER, torch.div(amax, top))
+    multiplier = torch.where(amax == 0, 1.0, multiplier.clamp(max=LARGEST_MULTIPLIER))
+    scale = torch.where(amax == 0, 1.0, scale)
 
-    wanted = (bamax * (multiplier * _fp32(1 / 6, amax))).clamp(max=FLT_MAX)
+    part = torch.where(smallest, _fp32(1 / TOP_OF_SMALL, amax), _fp32(1 / 6, amax))
+    wanted = (bamax * (multiplier * part)).clamp(max=FLT_MAX)
     scales = cast(wanted, E4M3).view(torch.uint8)
     if how.scale_up:
         scales = scales + ((e4m3(scales) < wanted) & (scales < 0x7E))
@@ -193,10 +218,12 @@ def _scale_nvfp4(
         wanted = (bamax * (multiplier * 0.25)).clamp(max=FLT_MAX)
         scales4 = cast(wanted, E4M3).view(torch.uint8)
         multipliers4 = _multipliers(scales4, multiplier)
-        six = _errors(magnitudes, scales, multipliers, how.square, by_rows)
-        four = _errors(magnitudes, scales4, multipliers4, how.square, by_rows)
-        scales = torch.where(four < six, scales4, scales)  # a tie keeps 6
-        multipliers = torch.where(four < six, multipliers4, multipliers)
+        exact = magnitudes * multiplier
+        six = _errors(exact, magnitudes, scales, multipliers, how.square, by_rows)
+        four = _errors(exact, magnitudes, scales4, multipliers4, how.square, by_rows)
+        better = (four < six) & (scales != 0)  # a tie keeps 6, and a block without a scale is 0
+        scales = torch.where(better, scales4, scales)
+        multipliers = torch.where(better, multipliers4, multipliers)
     return _Scaling(scales, multipliers, scale)
 
 
@@ -235,7 +262,7 @@ def quantize_operand(
     """
     rows, cols = x.shape
     mx, square = how.of is VEC32, how.square
-    x = x.to(torch.bfloat16).float()
+    x = to_bf16(x)
     x = pad(x, (0, padded32(cols) - cols, 0, padded(rows) - rows)).contiguous()
     values = x.unflatten(1, (padded32(cols) // GROUP, GROUP))
     if how.hadamard:

@@ -183,11 +183,7 @@ def _factor_of(
             )
     if has_tensor_scale(cast):
         scale = _given(scale, f"{plain}_scale for {name}", who)
-        if scale.dtype != torch.float32 or scale.numel() < SCALE:
-            raise ValueError(
-                f"{who}: expected {plain}_scale as float32 [{SCALE}], got {scale.dtype} "
-                f"{tuple(scale.shape)}"
-            )
+        tensor.check_scale(scale, (SCALE, 2 * SCALE), f"{plain}_scale", who)
         scale = scale.flatten()[0]
     if cast.of is TENSOR or scales is None:
         return _Factor(codes[:rows, :cols].float(), None, scale)
@@ -465,7 +461,9 @@ def _input_columns(
         if x.shape != (m, k):
             raise ValueError(f"{who}: expected x [..., {k}] of {m} rows, got {tuple(x.shape)}")
         return _factor(x.t(), None)
-    scale = scales if of_x.scale is None and has_tensor_scale(cast) else of_x.scale
+    scale = of_x.scale
+    if scale is None and has_tensor_scale(cast) and scales is not None:
+        scale = scales[:SCALE]
     q = Quantized(x, of_x.scales, scale)
     return _factor_of(q, cast, k, m, "x_columns", who)
 

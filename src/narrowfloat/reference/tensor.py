@@ -10,8 +10,10 @@ from ..formats import BY_DTYPE, HIGH_PRECISION, Format, padded
 
 # A tensor's scale in memory is (scale, multiplier, 0, 0): 16 bytes, as cuBLASLt wants it aligned.
 SCALE = 4
+ONE_OR_WHOLE = (1, SCALE, 2 * SCALE)  # elements of a scale that scaled_mm takes the first of
 
 FLT_MAX = torch.finfo(torch.float32).max
+SMALLEST_SCALE = 2.0**-128  # 1 / FLT_MAX in fp32, a subnormal number
 
 
 def amax(x: Tensor) -> Tensor:
@@ -24,14 +26,17 @@ def amax(x: Tensor) -> Tensor:
 def scale_from_amax(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     """(scale, multiplier), fp32 []: real = code * scale, code = cast(real * multiplier).
 
-    An amax of 0 gives 1 and 1. One so small that max / amax overflows keeps the multiplier at
-    FLT_MAX (such values flush to zero). Inf gives scale Inf and multiplier 0, NaN gives NaN:
-    every product with such a scale is non-finite, so a loss scaler sees the overflow.
+    An amax of 0 gives 1 and 1. One so small that max / amax overflows gives FLT_MAX's reciprocal
+    and FLT_MAX: codes stop short of max, and values from 2^-134 on come back with the format's
+    error. Inf gives scale Inf and multiplier 0, NaN gives NaN: every product with such a scale is
+    non-finite, so a loss scaler sees the overflow.
     """
     # tensor by tensor: torch divides a scalar, or by one, through a rounded reciprocal
     largest = torch.full_like(amax, fmt.max)
-    multiplier = torch.div(largest, amax).clamp(max=FLT_MAX)
-    both = torch.stack([torch.div(amax, largest), multiplier])
+    multiplier = torch.div(largest, amax)
+    smallest = multiplier > FLT_MAX
+    scale = torch.where(smallest, SMALLEST_SCALE, torch.div(amax, largest))
+    both = torch.stack([scale, multiplier.clamp(max=FLT_MAX)])
     both = torch.where(amax == 0, 1.0, torch.where(amax.isnan(), float("nan"), both))
     return both[0], both[1]
 
@@ -83,6 +88,31 @@ def lay_out(x: Tensor, fmt: Format, scale: Tensor) -> Tensor:
     return codes_of(zeros, fmt, scale).contiguous()
 
 
+def check_scale(scale: Tensor, sizes: tuple[int, ...], name: str, who: str) -> None:
+    """ValueError where `scale`, of a whole tensor, is not fp32 with so many elements: what is more
+    than that may be scales of rows or blocks, of which the first alone would be taken."""
+    if scale.dtype != torch.float32 or scale.numel() not in sizes:
+        expected = " or ".join(f"[{size}]" for size in sizes)
+        raise ValueError(
+            f"{who}: expected {name} as torch.float32 {expected}, a tensor's scale, got "
+            f"{scale.dtype} {tuple(scale.shape)}"
+        )
+
+
+def _check_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, who: str) -> None:
+    for name, q in (("a", a), ("b", b)):
+        format_of(q, who)
+        if q.dim() != 2:
+            raise ValueError(f"{who}: expected {name} of two dimensions, got {tuple(q.shape)}")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"{who}: expected a [M,K] and b [N,K] with one K, got {tuple(a.shape)} and "
+            f"{tuple(b.shape)}"
+        )
+    for name, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
+        check_scale(scale, ONE_OR_WHOLE, name, who)
+
+
 def _gemm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
     """fp32 a_scale b_scale (a b^T), whatever autocast is on."""
     with torch.autocast(a.device.type, enabled=False):
@@ -98,8 +128,10 @@ def scaled_mm(
     out_dtype: torch.dtype,
     fast: bool,
 ) -> Tensor:
-    """d [M,N] = a_scale b_scale (a [M,K] b [N,K]^T) + bias; operands FP8, scales fp32 (first
-    element used), sum in fp32, rounded once to out_dtype. `fast` does not change the reference."""
+    """d [M,N] = a_scale b_scale (a [M,K] b [N,K]^T) + bias; operands FP8, scales fp32 of one
+    element or as quantize returns them (the first is used), sum in fp32, rounded once to out_dtype.
+    `fast` does not change the reference."""
+    _check_scaled_mm(a, b, a_scale, b_scale, "scaled_mm")
     d = _gemm(a, b, a_scale, b_scale)
     if bias is not None:
         d = d + bias.float()
@@ -110,6 +142,7 @@ def scaled_mm_accumulate_(
     out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool
 ) -> None:
     """out [M,N] += a_scale b_scale (a b^T), in place; rounded once per call."""
+    _check_scaled_mm(a, b, a_scale, b_scale, "scaled_mm_accumulate_")
     d = _gemm(a, b, a_scale, b_scale)
     out.copy_(out.float() + d)
 
