@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from . import functional_op, ops, support
 from . import recipe as recipes
 from .recipe import Recipe
-from .reference.tensor import check_quantizable
+from .reference.tensor import check_matmul, check_quantizable
 from .spec import BACKWARD_JOINS, FORWARD_JOINS, W_MEASURED, gradients
 from .weight_cache import CachedWeight
 
@@ -168,16 +168,5 @@ def matmul(a: Tensor, b: Tensor, recipe: str | Recipe = "fp8") -> Tensor:
     a may have one dimension or more, b has two (a batch of b is refused: quantize a loop over
     it). Dtypes, gradients and errors as for linear().
     """
-    check_quantizable(a, "matmul")
-    check_quantizable(b, "matmul")
-    if b.dim() != 2:
-        raise ValueError(
-            f"matmul: expected b [K,N], got {tuple(b.shape)} "
-            "(a batched or one-dimensional b is not quantized; call matmul on each b [K,N])"
-        )
-    if a.shape[-1] != b.shape[0]:
-        raise ValueError(
-            f"matmul: expected a [..., K] and b [K,N] with one K, got {tuple(a.shape)} and "
-            f"{tuple(b.shape)}"
-        )
+    check_matmul(a, b, "matmul")
     return linear(a, b.t(), None, recipe)

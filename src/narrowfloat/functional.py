@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,15 @@ from . import ops, recipe, support
 from .autograd import LinearFunction, linear, matmul
 from .formats import GROUP
 from .quantized import FP4Tensor, quantize
-from .reference.tensor import SCALE, check_linear, check_quantizable
+from .reference.tensor import (
+    SCALE,
+    check_linear,
+    check_matmul,
+    check_quantizable,
+    check_same_device,
+    check_scaled_mm,
+    check_tensor,
+)
 from .spec import DW, NEED_DX, both, gradients
 
 _FP8, _NVFP4 = recipe.FP8, recipe.NVFP4
@@ -19,13 +28,16 @@ _FP8, _NVFP4 = recipe.FP8, recipe.NVFP4
 
 def _operands(a: Tensor, b: Tensor, who: str) -> Tensor:
     for name, q in (("a", a), ("b", b)):
+        check_tensor(q, who, name)
         if q.dtype != torch.float8_e4m3fn:
             raise TypeError(
                 f"{who}: expected {name} in float8_e4m3fn, already scaled, got {q.dtype} "
                 "(narrowfloat.quantize gives one; narrowfloat.linear takes unquantized operands)"
             )
+    one = torch.ones((), dtype=torch.float32, device=a.device)
+    check_scaled_mm(a, b, one, one, who)
     support.require(_FP8, a.device)
-    return torch.ones((), dtype=torch.float32, device=a.device)
+    return one
 
 
 def fp8_mm(a: Tensor, b: Tensor) -> Tensor:
@@ -59,14 +71,14 @@ def fp8_linear_backward(
     Each only where its mask asks, else None; all in x's dtype. g is quantized to E5M2.
     """
     check_linear(x, w, None, "fp8_linear_backward")
+    check_quantizable(g, "fp8_linear_backward", "g")
     if g.shape != (*x.shape[:-1], w.shape[0]):
         raise ValueError(
             f"fp8_linear_backward: expected g {(*x.shape[:-1], w.shape[0])} for x "
             f"{tuple(x.shape)} and w {tuple(w.shape)}, got {tuple(g.shape)}"
         )
-    if len(masks) != 3:
-        raise ValueError(f"fp8_linear_backward: expected three masks, got {len(masks)}")
-    check_quantizable(g, "fp8_linear_backward", "g")
+    if not isinstance(masks, Sequence) or len(masks) != 3:
+        raise ValueError(f"fp8_linear_backward: expected three masks, got {masks!r}")
     if g.device != x.device:
         raise ValueError(
             f"fp8_linear_backward: expected g on {x.device} as x is, got {g.device} (move it there)"
@@ -102,7 +114,7 @@ def fp4_dequantize(q: FP4Tensor) -> Tensor:
     """The values of q, of the shape and in the dtype that were quantized."""
     if not isinstance(q, FP4Tensor):
         raise TypeError(
-            f"fp4_dequantize: expected an FP4Tensor, got {type(q).__name__} "
+            f"fp4_dequantize: expected q to be an FP4Tensor, got {type(q).__name__} "
             "(narrowfloat.fp4_quantize gives one)"
         )
     return q.dequantize()
@@ -111,6 +123,7 @@ def fp4_dequantize(q: FP4Tensor) -> Tensor:
 def fp4_matmul(A: Tensor, B: Tensor) -> Tensor:
     """A [..., M,K] B [K,N] -> [..., M,N] in nvfp4; raw operands (fp32, bf16 or fp16), quantized
     inside. Differentiable, as matmul(A, B, "nvfp4"), which takes other recipes too."""
+    check_matmul(A, B, "fp4_matmul", ("A", "B"))
     return matmul(A, B, _NVFP4)
 
 
@@ -166,9 +179,7 @@ class FP4MatMulFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, A: Tensor, B: Tensor) -> Tensor:
-        check_quantizable(B, "FP4MatMulFunction", "B")
-        if B.dim() != 2:
-            raise ValueError(f"FP4MatMulFunction: expected B [K,N], got {tuple(B.shape)}")
+        check_matmul(A, B, "FP4MatMulFunction", ("A", "B"))
         support.require(_NVFP4, A.device)
         return LinearFunction.forward(ctx, A, B.t(), None, _NVFP4)
 
@@ -202,9 +213,13 @@ class FP4DequantizeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, scales: Tensor) -> Tensor:
+        who = "FP4DequantizeFunction"
+        check_quantizable(values, who, "values")
+        check_quantizable(scales, who, "scales")
+        check_same_device(values, who, "values", scales=scales)
         if values.shape != scales.shape:
             raise ValueError(
-                f"FP4DequantizeFunction: expected values and scales of one shape, got "
+                f"{who}: expected values and scales of one shape, got "
                 f"{tuple(values.shape)} and {tuple(scales.shape)}"
             )
         return (values.float() * scales).to(values.dtype)
