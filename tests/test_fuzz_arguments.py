@@ -47,7 +47,7 @@ def _operator(op: Any, *arguments: Any) -> Call:
     return Call(lambda **a: wrapped(*a.values()), dict(zip(names, arguments, strict=False)), True)
 
 
-def _operators(device: str) -> dict[str, Call]:
+def operators_of(device: str) -> dict[str, Call]:
     found = {}
     x, w, bias, dy = tensors(M, K, N, device)
     seed = torch.tensor([11, -5], device=device)
@@ -126,7 +126,7 @@ def _packed(w: Tensor) -> nf.PackedFP4Linear:
     return nf.PackedFP4Linear.from_linear(linear)
 
 
-def _functions(device: str) -> dict[str, Call]:
+def functions_of(device: str) -> dict[str, Call]:
     x, w, bias, dy = tensors(M, K, N, device)
     a, b = (nf.quantize(t).data for t in (x, w))
     mm = w.t()
@@ -176,7 +176,7 @@ def _functions(device: str) -> dict[str, Call]:
 def calls(device: str) -> dict[str, tuple[Call, list[Tensor]]]:
     """And what each returns, which it still does after every error."""
     torch.manual_seed(0)
-    made = _operators(device) | _functions(device)
+    made = operators_of(device) | functions_of(device)
     return {name: (call, results(call, call.arguments)) for name, call in made.items()}
 
 
@@ -273,23 +273,32 @@ def names(argument: str, became: str, call: Call) -> str:
     """What stands for an argument in a message: the argument itself, or, where two operands no
     longer fit each other, another one."""
     if "spec" in argument:
-        return r"^\w+: expected"
+        return r"^\w+: .*expected"
     known = {
         # sizes are said in the names of the operands that they are of
-        "in_features": r"in_features|\b[xw](_codes|_columns)?\b",
-        "out_features": r"out_features|\bw(_codes)?\b|bias",
-        "rows": r"rows|x_codes",
+        "in_features": r"in_features|sizes|\b[xw](_codes|_columns)?\b",
+        "out_features": r"out_features|sizes|\bw(_codes)?\b|bias",
+        "rows": r"rows|x_codes|sizes",
         "n": r"\bN\b|packed|bias",
         # what lies beside others is judged with them
         "scales": r"scales?\b|measured",
         "x_columns": r"x_columns|expected x\b",
         "w_codes": r"\bw(_codes)?\b",
+        "x_scales": r"x_scales|x_codes",
+        "w_scales": r"w_scales|w_codes",
+        "x_columns_scales": r"x_columns",
+        "a_scale": r"a_scale|scale of a\b",
+        "b_scale": r"b_scale|scale of b\b",
         "input": r"input|\bx\b",
     }
     if became in SHAPES or became == "a tensor":
         every = (known.get(name, rf"\b{name}\b") for name in call.arguments)
         return rf"expected .*({'|'.join(every)})"
     return known.get(argument, rf"\b{argument}\b")
+
+
+def assert_names(text: str, argument: str, became: str, call: Call, what: str) -> None:
+    assert re.search(names(argument, became, call), text, re.M), f"{what}: {text}"
 
 
 def check(e: Example, device: str) -> None:
@@ -308,7 +317,9 @@ def check(e: Example, device: str) -> None:
                 t.cpu() if t.device.type == "cuda" else None
     except (ValueError, TypeError, NotImplementedError) as error:
         text = str(error)
-        assert re.search(names(argument, became, call), text, re.M), f"{what}: {text}"
+        assert_names(text, argument, became, call, what)
+    except RuntimeError as error:  # the one that is documented: cuBLASLt's refusal, all of it
+        assert "no algorithm for d [" in str(error), f"{what}: {error!r}"
     if device == "cuda":
         torch.cuda.synchronize()
     for now, then in zip(results(call, call.arguments), before, strict=True):

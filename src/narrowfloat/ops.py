@@ -97,6 +97,13 @@ class Operator:
         except RuntimeError as error:
             if "Expected a value of type" in str(error):
                 raise TypeError(str(error)) from None
+            schema = getattr(self.overload, "_schema", None)
+            for argument, given in zip(getattr(schema, "arguments", ()), arguments, strict=False):
+                if given is None and str(argument.type) == "Tensor":  # an undefined one, in C++
+                    raise TypeError(
+                        f"{self.overload._opname}: expected {argument.name} to be a tensor, got "
+                        "NoneType"
+                    ) from None
             kind, text = (0, "") if _binary.module is None else _binary.module.take_error()
             if kind == 0 or text not in str(error) or isinstance(error, _ERRORS[kind]):
                 raise

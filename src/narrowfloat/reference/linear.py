@@ -221,6 +221,8 @@ def quantize(
     check_quantizable(x, who)
     choices = specs.Quantize.unpack(spec, who)
     check_same_device(x, who, "x", scale=scale, seed=seed)
+    if scale is not None:
+        tensor.check_scale(scale)
     x2 = as_rows(x)
     made: list[Tensor] = []
     scales = torch.zeros(2, SCALE, dtype=torch.float32, device=x.device)
@@ -308,8 +310,14 @@ def _check_forward(
         like, who, "x", w=w, bias=bias, x_scales=of_x.scales, x_scale=of_x.scale,
         w_codes=of_w.codes, w_scales=of_w.scales, w_scale=of_w.scale,
     )  # fmt: skip
-    if bias is not None and (bias.dim() != 1 or bias.shape[0] != n):
-        raise ValueError(f"{who}: expected bias [{n}], got {tuple(bias.shape)}")
+    if min(m, n, k) < 0:
+        raise ValueError(
+            f"{who}: expected rows, out_features and in_features from 0 on, got {m}, {n} and {k}"
+        )
+    if bias is not None:
+        check_quantizable(bias, who, "bias")
+        if bias.shape != (n,):
+            raise ValueError(f"{who}: expected bias [{n}], got {tuple(bias.shape)}")
     dtype = x.dtype if x is not None else choices.y_dtype
     return leading, m, n, k, dtype, like  # type: ignore[return-value]
 
@@ -439,6 +447,7 @@ def _weight_columns(
     w: Tensor | None, scales: Tensor | None, n: int, k: int, choices: specs.Backward
 ) -> _Factor:
     w = _given(w, "w for dx", "linear_backward")
+    check_quantizable(w, "linear_backward", "w")
     if w.shape != (n, k):
         raise ValueError(
             f"linear_backward: expected w {(n, k)} for dy [..., {n}], got {tuple(w.shape)}"

@@ -56,12 +56,17 @@ def known_or_measured(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Te
     used instead of measuring x."""
     if scale is None:
         return pad(torch.stack(scale_from_amax(amax(x), fmt)), (0, SCALE - 2))
+    check_scale(scale)
+    return scale.clone()
+
+
+def check_scale(scale: Tensor) -> None:
+    """ValueError for what is no scale that an earlier call returned."""
     if scale.shape != (SCALE,) or scale.dtype != torch.float32:
         raise ValueError(
             f"quantize: expected scale as float32 [{SCALE}], as an earlier call returned it, got "
             f"{scale.dtype} {tuple(scale.shape)}"
         )
-    return scale.clone()
 
 
 def codes_of(x: Tensor, fmt: Format, scale: Tensor) -> Tensor:
