@@ -42,6 +42,8 @@ from torch import Tensor
 import narrowfloat as nf
 from narrowfloat import ops, w4a16
 from narrowfloat.amax_history import fresh
+from narrowfloat.formats import FORMATS as FORMATS_BY_NAME
+from narrowfloat.formats import padded
 from narrowfloat.reference import delayed
 from narrowfloat.reference import linear as reference
 from narrowfloat.reference.tensor import SCALE, as_rows
@@ -127,9 +129,24 @@ def check_quantize(e: QuantizeExample, device: str) -> None:
     seed = seed_of(e.seed, device)
     got = ops.quantize_op(x, choices.pack(), scale, seed)
     same(got, reference.quantize(cpu(x)[0], choices.pack(), *cpu(scale, seed)), "quantize")
+    rows_and_cols = as_rows(x).shape
+    for at, cast in enumerate((e.rows, e.columns)):
+        if cast is not None and not forms[at]:
+            check_padding(got[2 * at], cast, *(rows_and_cols[::-1] if at else rows_and_cols))
     for cast, columns in ((e.rows, False), (e.columns, True)):
         if device == "cpu" and cast is not None and scale is None:
             check_error(x, cast, columns)
+
+
+def check_padding(codes: Tensor, cast: nf.Cast, rows: int, cols: int) -> None:
+    """What lies beyond an operand is zeros, or NaN where a whole tensor is; a GEMM multiplies it."""
+    codes = codes.cpu().view(torch.uint8)
+    width = -(-cols // 2) if cast.of.family == "fp4" else cols
+    if cast.hadamard:  # a rotated group is full
+        width = padded(cols) // 2
+    beyond = torch.cat([codes[rows:].flatten(), codes[:rows, width:].flatten()])
+    nan = cast.scaling == "tensor" and bool((beyond == FORMATS_BY_NAME[cast.element].nan).all())
+    assert nan or not beyond.any(), f"{cast}: {int(beyond.count_nonzero())} codes beyond"
 
 
 def check_error(x: Tensor, cast: nf.Cast, columns: bool) -> None:
@@ -145,8 +162,8 @@ def check_error(x: Tensor, cast: nf.Cast, columns: bool) -> None:
     block = {"tensor": 0, "row": 0}.get(cast.scaling, cast.of.block)
     of_block = (t.abs().amax(1, keepdim=True) if block == 0 else largest).expand_as(t)
     if block and not cast.square:
-        padded = torch.nn.functional.pad(t.abs(), (0, -t.shape[1] % block))
-        of_block = padded.view(t.shape[0], -1, block).amax(2).repeat_interleave(block, 1)
+        full = torch.nn.functional.pad(t.abs(), (0, -t.shape[1] % block))
+        of_block = full.view(t.shape[0], -1, block).amax(2).repeat_interleave(block, 1)
         of_block = of_block[:, : t.shape[1]]
     if cast.scaling == "tensor":
         of_block = largest.expand_as(t)

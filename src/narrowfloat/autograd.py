@@ -26,7 +26,7 @@ class LinearFunction(torch.autograd.Function):
     Saved for dw: x's columns [K, M] as wgrad has them, with their scales; x itself where wgrad has
     it in bf16. Saved for dx: w itself, which costs nothing, and what the forward measured of it; or
     the cached weight's columns. Nothing is saved for a gradient that nobody needs. Each backward
-    draws one seed where dy is rounded stochastically.
+    draws one seed where dy is rounded stochastically. Errors as for linear().
     """
 
     @staticmethod

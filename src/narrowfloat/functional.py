@@ -43,22 +43,25 @@ def _operands(a: Tensor, b: Tensor, who: str) -> Tensor:
 def fp8_mm(a: Tensor, b: Tensor) -> Tensor:
     """a [M,K], b [N,K], both E4M3 and already scaled -> bf16 [M,N] = a b^T, row-major.
 
-    One GEMM that writes row-major: no transposing kernel. Not differentiable.
+    One GEMM that writes row-major: no transposing kernel. Not differentiable. TypeError for other
+    dtypes, ValueError for shapes or devices that do not fit.
     """
     one = _operands(a, b, "fp8_mm")
     return ops.scaled_mm(a, b, one, one, who="fp8_mm")
 
 
 def fp8_mm_view(a: Tensor, b: Tensor) -> Tensor:
-    """fp8_mm's product as [M,N] with strides (1, M), column-major as cuBLAS lays it out, without
-    a copy: for measuring what a transpose costs. Not differentiable."""
+    """fp8_mm's product, bf16, as [M,N] with strides (1, M), column-major as cuBLAS lays it out,
+    without a copy: for measuring what a transpose costs. Not differentiable. Errors as for
+    fp8_mm()."""
     one = _operands(a, b, "fp8_mm_view")
     return ops.scaled_mm(b, a, one, one, who="fp8_mm_view").t()
 
 
 def fp8_linear_forward(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K], w [N,K], optional bias [N] -> [..., N] in x's dtype, in one call: quantize x and
-    w to E4M3, multiply, add the bias. Not differentiable: see narrowfloat.linear."""
+    w to E4M3, multiply, add the bias. Not differentiable: see narrowfloat.linear, whose errors are
+    the same."""
     with torch.no_grad():
         return linear(x, w, bias, _FP8)
 
@@ -68,7 +71,8 @@ def fp8_linear_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(grad_input [..., K], grad_weight [N,K], grad_bias [N]) for g [..., N], x [..., K], w [N,K].
 
-    Each only where its mask asks, else None; all in x's dtype. g is quantized to E5M2.
+    Each only where its mask asks, else None; all in x's dtype. g is quantized to E5M2. TypeError or
+    ValueError for operands that do not fit.
     """
     check_linear(x, w, None, "fp8_linear_backward")
     check_quantizable(g, "fp8_linear_backward", "g")
@@ -105,13 +109,14 @@ def _columns(x: Tensor, of: recipe.Recipe) -> tuple[Tensor, Tensor, Tensor]:
 
 def fp4_quantize(x: Tensor) -> FP4Tensor:
     """x (fp32, bf16 or fp16, [..., K]) to E2M1 in nvfp4: packed codes, block scales and a scale of
-    the tensor. As quantize(x, "nvfp4"), which has more formats and options. No gradient: see
-    FP4QuantizeFunction."""
+    the tensor. As quantize(x, "nvfp4"), which has more formats and options, and the same errors. No
+    gradient: see FP4QuantizeFunction."""
     return quantize(x, "nvfp4")
 
 
 def fp4_dequantize(q: FP4Tensor) -> Tensor:
-    """The values of q, of the shape and in the dtype that were quantized."""
+    """The values [..., K] of q, of the shape and in the dtype that were quantized. TypeError for
+    anything but an FP4Tensor."""
     if not isinstance(q, FP4Tensor):
         raise TypeError(
             f"fp4_dequantize: expected q to be an FP4Tensor, got {type(q).__name__} "
@@ -122,14 +127,16 @@ def fp4_dequantize(q: FP4Tensor) -> Tensor:
 
 def fp4_matmul(A: Tensor, B: Tensor) -> Tensor:
     """A [..., M,K] B [K,N] -> [..., M,N] in nvfp4; raw operands (fp32, bf16 or fp16), quantized
-    inside. Differentiable, as matmul(A, B, "nvfp4"), which takes other recipes too."""
+    inside. Differentiable, as matmul(A, B, "nvfp4"), which takes other recipes too; errors as for
+    matmul()."""
     check_matmul(A, B, "fp4_matmul", ("A", "B"))
     return matmul(A, B, _NVFP4)
 
 
 def fp4_matmul_backward_A(grad: Tensor, B: Tensor) -> Tensor:
     """grad [..., M,N] B^T, for B [K,N] -> [..., M,K] in grad's dtype: the gradient of A. grad is
-    rounded stochastically, B in blocks of 16 x 16."""
+    rounded stochastically, B in blocks of 16 x 16. TypeError or ValueError for operands that do not
+    fit."""
     who = "fp4_matmul_backward_A"
     _check_gradient(grad, B, "B", who)
     if B.dim() != 2 or grad.shape[-1] != B.shape[1]:
@@ -145,7 +152,8 @@ def fp4_matmul_backward_A(grad: Tensor, B: Tensor) -> Tensor:
 
 def fp4_matmul_backward_B(A: Tensor, grad: Tensor) -> Tensor:
     """A^T grad, for A [..., M,K] and grad [..., M,N] -> [K,N] in A's dtype: the gradient of B. Both
-    are rotated along the contraction, grad is rounded stochastically."""
+    are rotated along the contraction, grad is rounded stochastically. TypeError or ValueError for
+    operands that do not fit."""
     who = "fp4_matmul_backward_B"
     _check_gradient(grad, A, "A", who)
     if grad.shape[:-1] != A.shape[:-1]:
@@ -175,7 +183,8 @@ def _check_gradient(grad: Tensor, other: Tensor, name: str, who: str) -> None:
 
 
 class FP4MatMulFunction(torch.autograd.Function):
-    """A [..., M,K] B [K,N] -> [..., M,N] in nvfp4, with both gradients: apply(A, B)."""
+    """A [..., M,K] B [K,N] -> [..., M,N] in nvfp4, with both gradients: apply(A, B), fp32, bf16 or
+    fp16. Errors as for matmul()."""
 
     @staticmethod
     def forward(ctx: Any, A: Tensor, B: Tensor) -> Tensor:
@@ -190,8 +199,9 @@ class FP4MatMulFunction(torch.autograd.Function):
 
 
 class FP4QuantizeFunction(torch.autograd.Function):
-    """x -> (grid values in x's dtype and shape, scales in fp32 of the same shape): apply(x). Their
-    product is x rounded to nvfp4. The gradient of the grid values passes to x unchanged."""
+    """x [..., K] -> (grid values in x's dtype and shape, scales in fp32 of the same shape): apply(x).
+    Their product is x rounded to nvfp4. The gradient of the grid values passes to x unchanged.
+    Errors as for quantize()."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,8 +218,9 @@ class FP4QuantizeFunction(torch.autograd.Function):
 
 
 class FP4DequantizeFunction(torch.autograd.Function):
-    """(grid values, scales), as FP4QuantizeFunction gives them -> their product in the dtype of the
-    values: apply(values, scales). The gradient passes to the values unchanged."""
+    """(grid values, scales), both [..., K], as FP4QuantizeFunction gives them -> their product in the
+    dtype of the values: apply(values, scales). The gradient passes to the values unchanged.
+    TypeError or ValueError for two that do not fit."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, scales: Tensor) -> Tensor:

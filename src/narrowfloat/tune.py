@@ -77,7 +77,8 @@ def save_plans(file: PathLike) -> None:
     """Write all plans that this process measured or loaded, as JSON, with the versions they are
     good for, the microseconds of cuBLASLt's first choice and of the plan, and how many algorithms
     cuBLASLt offered, were safe to try, and had the right result (0 of a plan that was loaded).
-    Of several processes the last one's file stays."""
+    Of several processes the last one's file stays. OSError where it cannot be written; the file
+    that was there is then as it was."""
     module = _module("save_plans")
     plans = [
         {

@@ -222,7 +222,7 @@ def quantize(
     choices = specs.Quantize.unpack(spec, who)
     check_same_device(x, who, "x", scale=scale, seed=seed)
     if scale is not None:
-        tensor.check_scale(scale)
+        tensor.check_known_scale(scale)
     x2 = as_rows(x)
     made: list[Tensor] = []
     scales = torch.zeros(2, SCALE, dtype=torch.float32, device=x.device)

@@ -56,11 +56,11 @@ def known_or_measured(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Te
     used instead of measuring x."""
     if scale is None:
         return pad(torch.stack(scale_from_amax(amax(x), fmt)), (0, SCALE - 2))
-    check_scale(scale)
+    check_known_scale(scale)
     return scale.clone()
 
 
-def check_scale(scale: Tensor) -> None:
+def check_known_scale(scale: Tensor) -> None:
     """ValueError for what is no scale that an earlier call returned."""
     if scale.shape != (SCALE,) or scale.dtype != torch.float32:
         raise ValueError(
@@ -113,7 +113,8 @@ def scaled_mm(
 def scaled_mm_accumulate_(
     out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool
 ) -> None:
-    """out [M,N] += a_scale b_scale (a b^T), in place; rounded once per call."""
+    """out [M,N], fp32, bf16 or fp16, += a_scale b_scale (a [M,K] b [N,K]^T), in place; the rest as
+    scaled_mm's. Rounded once per call."""
     who = "scaled_mm_accumulate_"
     check_scaled_mm(a, b, a_scale, b_scale, who)
     check_quantizable(out, who, "out")
