@@ -1,7 +1,7 @@
 """How the fuzz tests draw their examples, and how many of them run.
 
 An example is a NamedTuple of plain values: hypothesis shrinks it and prints it whole, and a line of
-Python runs it again. Its tensors are drawn from its seeds on the CPU, so every device sees the same.
+Python runs it again. Its tensors are drawn from its seeds on the CPU, so each device sees the same.
 
 NARROWFLOAT_FUZZ_EXAMPLES: how many the long run (`-m fuzz`) tries together, 10,000 unless told.
 NARROWFLOAT_FUZZ_SEED: another seed finds other examples. NARROWFLOAT_FUZZ_OUT: a file for its rows.
@@ -254,10 +254,10 @@ def assert_sum(
     """got, a GEMM's result, against want in fp64, each element within its own error: `relative` of
     terms, the sum of its products' magnitudes, and a rounding to got's dtype.
 
-    broken: where an operand has a NaN or an Inf; want is not finite there, and got may not be (None:
-    wherever want is not). Where terms come near the largest number of fp32 or of got's dtype a sum,
-    or a sum times one of the scales, may have overflowed, or not.
-    Nothing is promised where fp32 does not hold the product of the tensors' scales.
+    broken: where an operand has a NaN or an Inf; want is not finite there, and got may not be
+    (None: wherever want is not). Where terms come near the largest number of fp32 or of
+    got's dtype a sum, or a sum times one of the scales, may have overflowed, or not. Nothing is
+    promised where fp32 does not hold the product of the tensors' scales.
     """
     assert got.shape == want.shape, (what, got.shape, want.shape)
     if want.numel() == 0:

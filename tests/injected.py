@@ -195,7 +195,10 @@ def compiled(mode: str, folder: pathlib.Path, on_cpu: bool = False) -> pathlib.P
 def cuda_flags() -> list[str]:
     from emulated import headers_with
 
-    place, headers = pathlib.Path(torch.__file__).parent, headers_with("cuda_runtime.h", "crt/host_config.h")
+    place, headers = (
+        pathlib.Path(torch.__file__).parent,
+        headers_with("cuda_runtime.h", "crt/host_config.h"),
+    )
     libraries = [
         *place.parent.glob("nvidia/cu*/lib/libcudart.so.*"),
         *place.parent.glob("nvidia/cuda_runtime/lib/libcudart.so.*"),

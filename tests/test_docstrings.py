@@ -1,4 +1,4 @@
-"""No public name without a docstring, and what takes tensors says their shapes, dtypes and errors."""
+"""No public name is without a docstring; what takes tensors says shapes, dtypes and errors."""
 
 from __future__ import annotations
 
@@ -70,8 +70,7 @@ def test_every_public_method_has_a_docstring(name: str) -> None:
 SAY_ALL = [
     name
     for name, value in CALLED.items()
-    if of_tensors(value)
-    or (isinstance(value, type) and issubclass(value, torch.autograd.Function))
+    if of_tensors(value) or (isinstance(value, type) and issubclass(value, torch.autograd.Function))
 ]
 
 

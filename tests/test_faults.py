@@ -1,5 +1,6 @@
-"""Faults: memory that runs out in any allocation, a launch that fails, an interrupt, a damaged file.
-Parameters, gradients, caches, histories and files are whole afterwards, and the next call is right.
+"""Faults: memory that runs out in any allocation, a launch that fails, an interrupt, a damaged
+file. Parameters, gradients, caches, histories and files are whole afterwards, and the next
+call is right.
 
 On a GPU each kind runs in a process of its own, with an allocator that poisons and guards memory,
 or with launches that fail (injected.py).

@@ -46,7 +46,7 @@ from narrowfloat.formats import FORMATS as FORMATS_BY_NAME
 from narrowfloat.formats import padded
 from narrowfloat.reference import delayed
 from narrowfloat.reference import linear as reference
-from narrowfloat.reference.tensor import SCALE, as_rows
+from narrowfloat.reference.tensor import as_rows
 from narrowfloat.spec import (
     BACKWARD_JOINS,
     DB,
@@ -56,7 +56,6 @@ from narrowfloat.spec import (
     W_MEASURED,
     Y_DTYPE,
     Quantize,
-    both,
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -139,7 +138,7 @@ def check_quantize(e: QuantizeExample, device: str) -> None:
 
 
 def check_padding(codes: Tensor, cast: nf.Cast, rows: int, cols: int) -> None:
-    """What lies beyond an operand is zeros, or NaN where a whole tensor is; a GEMM multiplies it."""
+    """What lies beyond an operand is zeros, or NaN where a whole tensor is: a GEMM reads it."""
     codes = codes.cpu().view(torch.uint8)
     width = -(-cols // 2) if cast.of.family == "fp4" else cols
     if cast.hadamard:  # a rotated group is full
@@ -235,7 +234,9 @@ class Side(NamedTuple):
     broken: Tensor  # rows with a NaN or an Inf of t itself
 
 
-def side(t: Tensor, cast: nf.Cast | None, columns: bool = False, seed: Tensor | None = None) -> Side:
+def side(
+    t: Tensor, cast: nf.Cast | None, columns: bool = False, seed: Tensor | None = None
+) -> Side:
     t, seed = cpu(as_rows(t), seed)
     of = () if cast is None else quantized(t, cast, columns, seed)
     by_row = cast is not None and cast.scaling == "row"
@@ -290,9 +291,7 @@ def check_layer(e: LayerExample, device: str) -> None:
     got = ops.linear_forward(x, w, bias, spec, *of_x, *of_w)
     assert got[0].shape == (*x.shape[:-1], e.n) and got[0].dtype == x.dtype
     assert_gemm(got[0], a, b, r.fprop, device, "y", bias)
-    want = reference.linear_forward(
-        *cpu(x, w, bias), spec, *cpu(*of_x), *cpu(*of_w)
-    )
+    want = reference.linear_forward(*cpu(x, w, bias), spec, *cpu(*of_x), *cpu(*of_w))
     same(got[1:], want[1:], "what the forward saves")
     if give_x and a.quantized:
         typed = r.forward_spec | Y_DTYPE[x.dtype]
@@ -338,7 +337,10 @@ def check_backward(
         rows = as_rows(cpu(dy)[0]).double()
         assert db.shape == (e.n,) and db.dtype == e.db
         assert_sum(db, rows.sum(0), rows.abs().sum(0), (len(rows) + 16) * 2.0**-24, "db")
-    for wanted, made_, in zip(e.needs, (dx, dw, db), strict=True):
+    for (
+        wanted,
+        made_,
+    ) in zip(e.needs, (dx, dw, db), strict=True):
         assert wanted or made_.shape == (0,)
 
 
@@ -386,9 +388,7 @@ def check_delayed(e: DelayedExample, device: str) -> None:
     for growth, joins in zip(e.growth, e.joins, strict=True):
         x, w, dy = (
             make(t, rows, cols, device) * 2.0**growth
-            for t, rows, cols in zip(
-                e.tensors, (e.m, e.n, e.m), (e.k, e.k, e.n), strict=True
-            )
+            for t, rows, cols in zip(e.tensors, (e.m, e.n, e.m), (e.k, e.k, e.n), strict=True)
         )
         dy = dy.to(x.dtype)
         spec = r.forward_spec | r.save_x | r.keep_w | (FORWARD_JOINS if joins else 0)
@@ -403,7 +403,9 @@ def check_delayed(e: DelayedExample, device: str) -> None:
             *cpu(dy, want[1], want[3], w), theirs, e.k, back
         )
         assert_same_bits(history, theirs, "history after the backward")
-        for g, t, what in zip((got[0], *grads[:2]), (want[0], *theirs_too[:2]), "y dx dw".split()):
+        for g, t, what in zip(
+            (got[0], *grads[:2]), (want[0], *theirs_too[:2]), "y dx dw".split(), strict=True
+        ):
             assert g.shape == t.shape and g.dtype == t.dtype
             if device == "cpu":
                 same_numbers(g, t, what)

@@ -1,6 +1,6 @@
-"""Bad arguments: whatever one argument of an operator or of a public function is made into, the call
-either works or raises ValueError, TypeError or NotImplementedError in words that name the argument;
-and after it the device computes what it did before.
+"""Bad arguments: whatever one argument of an operator or of a public function is made into, the
+call either works or raises ValueError, TypeError or NotImplementedError in words that name the
+argument; and after it the device computes what it did before.
 
 The same examples each time in the ordinary run, many with `-m fuzz` (fuzzed.py).
 """
@@ -352,7 +352,8 @@ def test_every_operator_and_function_is_called() -> None:
     }
     assert operators <= called, operators - called
     not_of_tensors = {
-        "BlockRecipe", "FP4Recipe", "MixedRecipe", "RECIPES", "__version__", "block_recipe", "convert", "fp4_recipe", "load_plans",
+        "BlockRecipe", "FP4Recipe", "MixedRecipe", "RECIPES", "__version__", "block_recipe",
+        "convert", "fp4_recipe", "load_plans",
         "mixed_recipe", "plan", "reuse_weights", "save_plans", "step", "supported", "tune",
     }  # fmt: skip
     functions = {

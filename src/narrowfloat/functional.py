@@ -199,9 +199,9 @@ class FP4MatMulFunction(torch.autograd.Function):
 
 
 class FP4QuantizeFunction(torch.autograd.Function):
-    """x [..., K] -> (grid values in x's dtype and shape, scales in fp32 of the same shape): apply(x).
-    Their product is x rounded to nvfp4. The gradient of the grid values passes to x unchanged.
-    Errors as for quantize()."""
+    """x [..., K] -> (grid values in x's dtype and shape, scales in fp32 of the same shape):
+    apply(x). Their product is x rounded to nvfp4. The gradient of the grid values passes
+    to x unchanged. Errors as for quantize()."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,8 +218,8 @@ class FP4QuantizeFunction(torch.autograd.Function):
 
 
 class FP4DequantizeFunction(torch.autograd.Function):
-    """(grid values, scales), both [..., K], as FP4QuantizeFunction gives them -> their product in the
-    dtype of the values: apply(values, scales). The gradient passes to the values unchanged.
+    """(grid values, scales), both [..., K], as FP4QuantizeFunction gives them -> their product in
+    the dtype of the values: apply(values, scales). The gradient passes to the values unchanged.
     TypeError or ValueError for two that do not fit."""
 
     @staticmethod
