@@ -226,14 +226,14 @@ class Scales(NamedTuple):
     product: float = 1.0  # of both operands' tensor scales
 
     @staticmethod
-    def of(operand: tuple[Tensor | None, ...], by_row: bool) -> Scales:
+    def of(operand: tuple[Tensor | None, ...]) -> Scales:
         """operand: codes, scales of rows or blocks, scale of the tensor."""
         if not operand:
             return Scales()
         scales, scale = operand[1:]
         product = 1.0 if scale is None else float(scale[0])
         every = torch.tensor([1.0, product])
-        if by_row and scales is not None:
+        if scales is not None and scales.dtype == torch.float32:  # of rows or blocks
             every = torch.cat([every, scales.cpu().flatten()])
         every = every[every.isfinite()]
         return Scales(float(every.min()), float(every.max()), product)
@@ -268,9 +268,12 @@ def assert_sum(
         return
     most = min(limits.max, single.max * scales.least)
     near = (terms * 1.01 >= most) | terms.isnan()
-    smallest = max(limits.smallest_normal * limits.eps, single.tiny * scales.most)
-    if scales.product < single.tiny:  # a scale that lost its bits, times a sum of codes
-        smallest = 1e-27
+    # what is below the normal numbers of fp32 may have been flushed: a sum times a scale; a scale
+    # itself, or the product of two, which sums of codes are multiplied by
+    flushed = single.tiny * scales.most
+    if min(scales.least, scales.product) < single.tiny:
+        flushed *= 1e9
+    smallest = max(limits.smallest_normal * limits.eps, flushed)
     bound = relative * terms + limits.eps * want.abs() + smallest
     right = (g - want).abs() <= bound
     lost = ~want.isfinite()

@@ -239,10 +239,9 @@ def side(
 ) -> Side:
     t, seed = cpu(as_rows(t), seed)
     of = () if cast is None else quantized(t, cast, columns, seed)
-    by_row = cast is not None and cast.scaling == "row"
     found = values(t, cast, columns, seed)
     broken = ~found.isfinite().all(1) & ~t.isfinite().all()
-    return Side(found, of, Scales.of(of, by_row), broken)
+    return Side(found, of, Scales.of(of), broken)
 
 
 def assert_gemm(
@@ -530,7 +529,7 @@ def check_packed(e: PackedExample, device: str) -> None:
     layer = nf.PackedFP4Linear.from_linear(linear, e.recipe, overlap=e.constant)
     cast = nf.RECIPES[e.recipe].fprop.casts[1]
     w = values(linear.weight.cpu(), cast)[:, : e.k]
-    assert_same_bits(layer.dequantize(), w.float(), "the packed weight")
+    same_numbers(layer.dequantize(), w.float(), "the packed weight")
     x = leading(make(e.x, number_of(e.leading), e.k, device), e.leading, False)
     if e.bias is not None:
         layer.bias = make(Made("every second column", e.bias, "normal", e.n), 1, e.n, device)[0]
@@ -657,8 +656,11 @@ def check_public_linear(e: PublicExample, device: str) -> None:
         return nf.linear(x, w, bias, r)
 
     want = gradients(linear, [x, w, bias], dy)
+    # cuBLASLt may take another algorithm for a bf16 operand that it reads where it lies
+    lies = any(None in gemm.casts for gemm in (r.fprop, r.dgrad, r.wgrad))
+    exact = device == "cpu" or not lies
     pieces = [None if t is None else t.contiguous() for t in (x, w, bias)]
-    alike(gradients(linear, pieces, dy.contiguous()), want, "in one piece")
+    alike(gradients(linear, pieces, dy.contiguous()), want, "in one piece", dy, exact)
     with torch.no_grad():
         same_numbers(linear(x, w, bias), want[0], "no_grad")
 
@@ -671,32 +673,44 @@ def check_public_linear(e: PublicExample, device: str) -> None:
     y = layer(leaf)
     y.backward(dy)
     of_bias = None if layer.bias is None else layer.bias.grad
-    alike([y.detach(), leaf.grad, layer.weight.grad, of_bias], want, "a layer")
+    alike([y.detach(), leaf.grad, layer.weight.grad, of_bias], want, "a layer", dy, exact)
 
     if bias is None and r.delayed is None:
         of_matmul = gradients(lambda a, b: nf.matmul(a, b, r), [x, w.t()], dy)
-        alike([*of_matmul[:2], of_matmul[2].t(), None], want, "matmul")
+        alike([*of_matmul[:2], of_matmul[2].t(), None], want, "matmul", dy, exact)
     if r is nf.RECIPES["fp8"]:
         same_numbers(nf.fp8_linear_forward(x, w, bias), want[0], "fp8_linear_forward")
         if x.dtype == w.dtype:
             masks = nf.fp8_linear_backward(dy, x, w, (True, True, e.bias))
-            alike([want[0], *masks], want, "fp8_linear_backward")
+            alike([want[0], *masks], want, "fp8_linear_backward", dy, exact)
     if r is nf.RECIPES["nvfp4"] and bias is None:
         same_numbers(nf.fp4_matmul(x, w.t()), want[0], "fp4_matmul")
         made_ = gradients(nf.FP4MatMulFunction.apply, [x, w.t()], dy)
-        alike([*made_[:2], made_[2].t(), None], want, "FP4MatMulFunction")
+        alike([*made_[:2], made_[2].t(), None], want, "FP4MatMulFunction", dy, exact)
 
 
-def alike(got: list[Tensor | None], want: list[Tensor | None], what: str) -> None:
+def alike(
+    got: list[Tensor | None],
+    want: list[Tensor | None],
+    what: str,
+    dy: Tensor,
+    exact: bool,
+) -> None:
+    """exact: bit for bit, but for the bias gradient, whose sum goes as dy lies."""
     for g, w, name in zip(got, want, ("y", "dx", "dw", "db"), strict=True):
         assert (g is None) == (w is None), (what, name)
         if g is None or w is None:
             continue
-        if name == "db":  # summed in an order that depends on how dy lies
-            d = w.cpu().double()
-            assert_sum(g, d, d.abs() + 1, 1.0, name) if not d.isfinite().all() else None
-            continue
-        same_numbers(g, w, f"{what}: {name}")
+        what_now = f"{what}: {name}"
+        if name == "db":
+            terms = as_rows(dy).cpu().double().abs().sum(0)
+            relative = (as_rows(dy).shape[0] + 16) * 2.0**-24 + torch.finfo(w.dtype).eps
+            assert_sum(g, w.cpu().double(), terms, relative, what_now)
+        elif exact:
+            same_numbers(g, w, what_now)
+        elif w.isfinite().all():
+            largest = w.abs().amax().cpu().double() if w.numel() else 0
+            assert_sum(g, w.cpu().double(), torch.full(w.shape, largest), 1e-2, what_now)
 
 
 CHECKS: dict[str, tuple[Callable[[Any, str], None], st.SearchStrategy[Any]]] = {
