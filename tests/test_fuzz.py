@@ -56,6 +56,7 @@ from narrowfloat.spec import (
     W_MEASURED,
     Y_DTYPE,
     Quantize,
+    both,
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -175,6 +176,15 @@ def check_error(x: Tensor, cast: nf.Cast, columns: bool) -> None:
         bound = bound + 2.0**-17 * largest
     wrong = (got - t).abs() > bound
     assert not wrong.any(), f"{cast}: {got[wrong][0]:g} for {t[wrong][0]:g}"
+
+
+@pytest.mark.parametrize("cast", ALL_CASTS, ids=str)
+def test_padding(device: str, cast: nf.Cast) -> None:
+    for rows, cols in ((5, 13), (16, 33), (33, 16), (1, 100)):
+        x = torch.randn(rows, cols, device=device) + 1
+        made = ops.quantize_op(x, both(cast, cast).pack(), None, seed_of(rows, device))
+        check_padding(made[0], cast, rows, cols)
+        check_padding(made[2], cast, cols, rows)
 
 
 # ---- a layer ----

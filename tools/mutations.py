@@ -68,7 +68,7 @@ MUTANTS = [
         "unpadded tail: what lies beyond is not zero", TENSOR,
         "zeros = pad(x.float(), (0, padded(cols) - cols, 0, padded(rows) - rows))",
         "zeros = pad(x.float(), (0, padded(cols) - cols, 0, padded(rows) - rows), value=1.0)",
-        f"{FUZZ}::test_a_few",
+        f"{FUZZ}::test_padding",
     ),
     Mutant(
         "off by one: padding of what needs none", python("formats"), "return -(-size // PAD) * PAD",
