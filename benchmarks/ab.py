@@ -347,7 +347,11 @@ def fresh_processes(options: argparse.Namespace, recipes: list[str]) -> dict[str
     memory lies, which cores it gets), however often it is asked; so each counts once.
     """
     found: dict[str, Found] = {recipe: {"old": [], "new": []} for recipe in recipes}
-    for _ in range(options.processes):
+    began = time.monotonic()
+    for pair in range(options.processes):
+        if time.monotonic() - began > options.seconds:
+            print(f"{pair} pairs of processes, the time is over", flush=True)
+            break
         with builds(options.old, options.new, options.device) as both:
             for recipe in recipes:
                 of_pair = pairs_of(both, "host", {"recipe": recipe}, options.pairs)

@@ -3,6 +3,7 @@
 python benchmarks/bench.py quantize linear host memory    # two minutes on an H200
 python benchmarks/bench.py linear --shapes 4096x4096x4096 --compiled --peers
 python benchmarks/bench.py train --train-args "--seeds 0 1"
+python benchmarks/bench.py step --models llama-8B --compiled --peers
 python benchmarks/bench.py table                          # README.md from what is committed
 python benchmarks/bench.py picture                        # gap against speed, likewise
 python benchmarks/bench.py quantize gemm linear host memory model --device cpu   # smoke
@@ -22,6 +23,7 @@ import torch
 import variants
 from measure import Device
 from run import Run
+from stacks import STACKS
 from subjects import SUBJECTS
 
 DEFAULT = ["quantize", "linear", "host", "memory"]
@@ -53,7 +55,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--shapes", type=shape, nargs="+", help="tokensxinxout, or rowsxcols for quantize")
     add("--recipe", default="fp8", help="default: fp8")
     add("--graph", action="store_true", help="linear: captured graphs for every shape")
-    add("--compiled", action="store_true", help="linear: torch.compile too")
+    add("--compiled", action="store_true", help="linear, step: torch.compile too")
+    add("--models", nargs="+", choices=list(STACKS), help="step: default: all")
     add("--peers", action="store_true", help="torchao's float8 beside ours, where installed")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a smoke run, tiny sizes")
     add("--commit", help="of a copy of the tree whose git is absent or older")

@@ -26,7 +26,8 @@ def torchao(model: nn.Module, recipe: str) -> nn.Module:
     return converted
 
 
-def compiled(model: nn.Module) -> nn.Module:
+def compiled(model: nn.Module, backend: str = "inductor") -> nn.Module:
     """torch.compile for one shape: nothing kept from the last, no dynamic sizes."""
-    module: nn.Module = torch.compile(model, dynamic=False)  # type: ignore[assignment]
+    module: nn.Module
+    module = torch.compile(model, dynamic=False, backend=backend)  # type: ignore[assignment]
     return module

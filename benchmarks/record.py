@@ -33,6 +33,7 @@ KEYS = {
     "decode": ("recipe", "tokens", "in", "out"),
     "accumulation": ("accumulate", "terms"),
     "tune": ("recipe", "product", "tokens", "in", "out"),
+    "step": ("model", "mode", "recipe", "fused"),
 }
 VALUES = {
     "linear": ("ms", "bf16_ms", "ratio", "limit_ms", "of_limit"),
@@ -46,9 +47,11 @@ VALUES = {
     "decode": ("ratio",),
     "accumulation": ("sum",),
     "tune": ("first_us", "us", "ratio", "offered", "tried", "right"),
+    "step": ("ms", "ratio", "ratio_same_mode", "held_ratio", "peak_ratio"),
 }
-EXTRA = {"train", "decode"}  # benches whose rows may carry more
-LESS_IS_BETTER = {"host", "memory"}
+EXTRA = {"train", "decode", "step"}  # benches whose rows may carry more
+LESS_IS_BETTER = {"host", "memory"}  # benches, and fields of others
+LESS_OF = {"held_ratio", "peak_ratio"}
 MACHINE = ("gpu", "driver", "torch", "cublaslt", "commit", "date")
 NOISE = 0.02  # of a bar
 
@@ -255,8 +258,25 @@ def _quantize_bars() -> list[tuple[dict[str, Any], str, float]]:
     return bars + [({**where, "kernel": k}, "ratio", ratio) for k, ratio in nvfp4.items()]
 
 
+def _step_bars() -> list[tuple[dict[str, Any], str, float]]:
+    wanted = {
+        "eager": {"gpt2-124M": 1.08, "llama-1B": 1.33, "llama-8B": 1.47, "llama-70B": 1.60},
+        "compiled": {"gpt2-124M": 1.12, "llama-1B": 1.31, "llama-8B": 1.46, "llama-70B": 1.62},
+    }
+    fp8 = {"bench": "step", "recipe": "fp8"}
+    bars: list[tuple[dict[str, Any], str, float]] = [
+        ({**fp8, "mode": mode, "model": model}, "ratio", ratio)
+        for mode, of_mode in wanted.items()
+        for model, ratio in of_mode.items()
+    ]
+    in_eager = {**fp8, "mode": "eager", "model": "llama-8B"}
+    bars += [(in_eager, "held_ratio", 0.75), (in_eager, "peak_ratio", 0.85)]
+    return [*bars, (fp8, "peak_ratio", 1.0)]
+
+
 BARS = [
     *_linear_bars(),
+    *_step_bars(),
     ({"bench": "host", "recipe": "fp8"}, "ratio", 1.15),
     ({"bench": "memory", "recipe": "fp8"}, "ratio", 0.53),
     ({"bench": "memory", "recipe": "nvfp4"}, "ratio", 0.31),
@@ -280,7 +300,7 @@ def verdict(r: Mapping[str, Any], field: str, gpu: str) -> str:
     wanted, value = bar(r, field, gpu), r.get(field)
     if wanted is None or value is None:
         return ""
-    sign = -1 if r["bench"] in LESS_IS_BETTER else 1
+    sign = -1 if r["bench"] in LESS_IS_BETTER or field in LESS_OF else 1
     short = sign * (wanted - value) / wanted
     word = "met" if short <= 0 else "near" if short <= NOISE else "missed"
     return f"{wanted:g} {word}"

@@ -23,6 +23,7 @@ from run import BF16, Run
 from subjects_block import quantize_block
 from subjects_fork import fork
 from subjects_fp4 import decode, quantize_fp4
+from subjects_step import step
 from subjects_tune import tune
 from torch import Tensor, nn
 
@@ -348,5 +349,6 @@ SUBJECTS: dict[str, Callable[[Run], None]] = {
         tune,
         train,
         fork,
+        step,
     )
 }

@@ -100,8 +100,8 @@ MUTANTS = [
         "r * 256) >> 16", "tests/test_reference_fp4.py",
     ),
     Mutant(
-        "a NaN block keeps its codes", FP4,
-        "codes = torch.where(bad[..., None], 0, codes).flatten(1)", "codes = codes.flatten(1)",
+        "a NaN is lost in its block's scale", FP4,
+        "scales = torch.where(bad, E4M3.nan, scales)", "scales = torch.where(bad, 0, scales)",
         "tests/test_reference_fp4.py::test_a_block_that_is_not_finite_has_codes_of_zero",
     ),
     Mutant(

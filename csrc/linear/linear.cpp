@@ -106,7 +106,7 @@ struct ForwardInputs {
     if (given.x) {
       x.emplace(*given.x, kForward, "x");
       m = x->rows, k = x->cols;
-      y_dtype = given.x->scalar_type();
+      y_dtype = spec.y_type ? dtype_of(*spec.y_type) : given.x->scalar_type();
       return;
     }
     NF_CHECK(!spec.save_x, kForward,

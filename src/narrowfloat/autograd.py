@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import functional_op, ops, support
+from . import functional_op, ops, shared_input, support
 from . import recipe as recipes
 from .recipe import Recipe
+from .reference.linear import Quantized
 from .reference.tensor import check_matmul, check_quantizable
-from .spec import BACKWARD_JOINS, FORWARD_JOINS, W_MEASURED, gradients
+from .shared_input import SharedInput
+from .spec import BACKWARD_JOINS, FORWARD_JOINS, W_MEASURED, Y_DTYPE, gradients
 from .weight_cache import CachedWeight
+
+if TYPE_CHECKING:
+    from .modules import Linear
 
 
 class LinearFunction(torch.autograd.Function):
     """y [..., N] = x [..., K] w [N,K]^T + bias [N] as a recipe says, and its three gradients.
 
-    apply(x, w, bias, recipe, state): state is a weight that reuse_weights() quantized, or a layer's
-    amax history for a recipe with delayed scaling, which the calls change, forward and backward; or
-    None.
+    apply(x, w, bias, recipe, state, shared): state is a weight that reuse_weights() quantized, or a
+    layer's amax history for a recipe with delayed scaling, which the calls change, forward and
+    backward; or None. shared: x that was quantized for several layers, and the bits of
+    y's dtype where it is not x's, or None.
 
     Saved for dw: x's columns [K, M] as wgrad has them, with their scales; x itself where wgrad has
     it in bf16. Saved for dx: w itself, which costs nothing, and what the forward measured of it; or
@@ -37,35 +43,45 @@ class LinearFunction(torch.autograd.Function):
         bias: Tensor | None,
         recipe: Recipe,
         state: CachedWeight | Tensor | None = None,
+        shared: tuple[SharedInput, int] | None = None,
     ) -> Tensor:
         ctx.needs, asked = gradients(ctx.needs_input_grad, w.dtype, bias)
         need_dx, need_dw, _ = ctx.needs
         spec, keep_w = recipe.forward_spec, recipe.keep_w if need_dx else 0
-        if need_dw:
-            spec |= recipe.save_x
+        if shared is not None:
+            x_given = shared[0].rows
+            spec |= shared[1]
+        else:
+            x_given = None
+            if need_dw:
+                spec |= recipe.save_x
         columns: tuple[Tensor | None, ...] = ()
         ctx.history = None
-        if state is None:
-            y, x_columns, x_scales, scales = ops.linear_forward(x, w, bias, spec | keep_w)
-        elif isinstance(state, Tensor):
+        if isinstance(state, Tensor):
             ctx.history = state  # other calls change it meanwhile
             spec |= keep_w | (FORWARD_JOINS if asked else 0)  # evaluation leaves no trace
             asked |= BACKWARD_JOINS if asked else 0
             y, x_columns, x_scales, scales = ops.delayed_linear_forward(x, w, bias, state, spec)
         else:
-            if need_dx and state.columns is not None:
+            if state is not None and need_dx and state.columns is not None:
                 columns, keep_w = state.columns, 0
-            rows = state.rows_arguments
-            y, x_columns, x_scales, scales = ops.linear_forward(x, w, bias, spec | keep_w, *rows)
+            given = operands_given(x_given, state)
+            y, x_columns, x_scales, scales = ops.linear_forward(x, w, bias, spec | keep_w, *given)
+        x_scale = None
         if not need_dw:
             x_columns = x_scales = None
         elif not recipe.save_x:
             x_columns, x_scales = x, None
+        elif shared is not None:
+            x_columns, x_scales, x_scale = shared[0].columns
         elif not recipe.saves_x_scales:
             x_scales = None
-        reads_w, has_scales = need_dx and not columns, keep_w or (need_dw and recipe.saves_x_scale)
+        reads_w = need_dx and not columns
+        has_scales = keep_w or (need_dw and recipe.saves_x_scale and shared is None)
+        more = columns if x_scale is None else (x_scale, *columns)
+        ctx.has_x_scale = x_scale is not None
         ctx.save_for_backward(
-            x_columns, x_scales, scales if has_scales else None, w if reads_w else None, *columns
+            x_columns, x_scales, scales if has_scales else None, w if reads_w else None, *more
         )
         ctx.in_features = w.shape[1]
         ctx.spec = recipe.backward_spec | asked | (W_MEASURED if keep_w else 0)
@@ -84,8 +100,8 @@ class LinearFunction(torch.autograd.Function):
             if len(saved) == 4:
                 grads = ops.linear_backward(dy, *saved, seed, k, spec)
             else:
-                columns = saved[4:]
-                grads = ops.linear_backward(dy, *saved[:4], seed, k, spec, None, *columns)
+                more = saved[4:] if ctx.has_x_scale else (None, *saved[4:])
+                grads = ops.linear_backward(dy, *saved[:4], seed, k, spec, *more)
         need_dx, need_dw, need_db = ctx.needs
         return (
             grads[0] if need_dx else None,
@@ -93,7 +109,15 @@ class LinearFunction(torch.autograd.Function):
             grads[2] if need_db else None,
             None,
             None,
+            None,
         )
+
+
+def operands_given(x: Quantized | None, w: CachedWeight | None) -> tuple[Tensor | None, ...]:
+    """What linear_forward takes after its spec."""
+    if x is None:
+        return () if w is None else w.rows_arguments
+    return x if w is None or w.rows is None else (*x, *w.rows)
 
 
 # What each kind of recipe had when it had a Function of its own.
@@ -113,6 +137,7 @@ def linear(
     *,
     cached: CachedWeight | None = None,
     history: Tensor | None = None,
+    layer: Linear | None = None,
 ) -> Tensor:
     """y [..., N] = x [..., K] w [N,K]^T + bias [N] with both operands quantized by `recipe`.
 
@@ -121,7 +146,8 @@ def linear(
     quantized from its own dtype (a master weight in fp32 is not rounded to bf16 first, but in FP4
     every operand is). Differentiable once, in reverse mode. `cached` is a weight that
     reuse_weights() already quantized. `history` is a layer's amax history, for a recipe with
-    delayed scaling; without one every tensor is measured, as in the first step.
+    delayed scaling; without one every tensor is measured, as in the first step. `layer` is whose
+    call this is: an x that several layers read is quantized once (shared_input).
 
     TypeError or ValueError for operands that do not fit; NotImplementedError where the device
     cannot run the recipe, with the reason, and in forward mode.
@@ -133,25 +159,32 @@ def linear(
     if compiling or getattr(x, "device", None) not in support.ready(recipe.kinds):
         check_quantizable(x, "linear")
         support.require(recipe, x.device)
-    kind = "cuda" if x.is_cuda else "cpu"
+    kind, dtype, casts = "cuda" if x.is_cuda else "cpu", x.dtype, False
     if torch.is_autocast_enabled(kind) and x.is_floating_point():
-        x = x.to(torch.get_autocast_dtype(kind))
+        dtype = torch.get_autocast_dtype(kind)
+        casts = dtype != x.dtype
     state = cached if history is None or recipe.delayed is None else history
     if compiling:  # what Dynamo sees of a Function has no forward mode to refuse
         as_operator = functional_op.is_asked_for()
     else:
         as_operator = _transformed(x, w, bias)
     if as_operator:
-        return functional_op.call(x, w, bias, recipe, state)
-    if torch.is_grad_enabled():
+        return functional_op.call(x.to(dtype) if casts else x, w, bias, recipe, state)
+    grads, shared = torch.is_grad_enabled(), None
+    # a GEMM that reads x itself needs it cast
+    if layer is not None and not compiling and not (casts and recipe.reads_x):
+        shared = shared_input.take(x, recipe, dtype, layer, grads and w.requires_grad)
+    if casts and shared is None:
+        x = x.to(dtype)
+    y_dtype = Y_DTYPE[dtype] if casts and shared is not None else 0
+    if grads:
         apply = LinearFunction.apply if compiling else _apply
-        return apply(x, w, bias, recipe, state)
+        return apply(x, w, bias, recipe, state, None if shared is None else (shared, y_dtype))
     # A Function would not know that nothing is to be saved.
-    if state is None:
-        return ops.linear_forward(x, w, bias, recipe.forward_spec)[0]
     if isinstance(state, Tensor):
         return ops.delayed_linear_forward(x, w, bias, state, recipe.forward_spec)[0]
-    return ops.linear_forward(x, w, bias, recipe.forward_spec, *state.rows_arguments)[0]
+    given = operands_given(None if shared is None else shared.rows, state)
+    return ops.linear_forward(x, w, bias, recipe.forward_spec | y_dtype, *given)[0]
 
 
 def _transformed(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:

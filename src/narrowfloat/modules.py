@@ -24,6 +24,7 @@ class Linear(nn.Linear):
 
     recipe: Recipe = recipes.RECIPES["fp8"]
     weight_cache: WeightCache | None = None  # set by reuse_weights() while it is open
+    shares_input: bool = False  # does a layer called after it read the same tensor (shared_input)
 
     def __init__(
         self,
@@ -46,9 +47,9 @@ class Linear(nn.Linear):
             return linear(input, self.weight, self.bias, recipe, history=scales)
         cache = self.weight_cache
         if cache is None:
-            return linear(input, self.weight, self.bias, recipe)
+            return linear(input, self.weight, self.bias, recipe, layer=self)
         cached = cache.get(self.weight, recipe)
-        return linear(input, self.weight, self.bias, recipe, cached=cached)
+        return linear(input, self.weight, self.bias, recipe, cached=cached, layer=self)
 
     def start_history(self) -> None:
         """Forget the amax history of a recipe with delayed scaling ("fp8_delayed"): the
@@ -74,6 +75,7 @@ class Linear(nn.Linear):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state.pop("weight_cache", None)
+        state.pop("shares_input", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -224,7 +224,7 @@ def _linear_forward(
     return (
         like.new_empty((m, n), dtype=choices.y_dtype)
         if x is None
-        else x.new_empty((*x.shape[:-1], n)),
+        else x.new_empty((*x.shape[:-1], n), dtype=choices.y_dtype),
         _empty(like, codes_layout(columns, k, m)),
         _empty(like, scales_layout(columns, k, m)),
         like.new_empty((length,), dtype=torch.float32),

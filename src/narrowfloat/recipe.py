@@ -128,6 +128,9 @@ class Recipe:
     saves_x_scale: bool = field(init=False, repr=False, compare=False)
     # how reuse_weights() quantizes w, for the quantize operator; 0 where it does not
     cached_spec: int = field(init=False, repr=False, compare=False)
+    # how an x that several layers read is quantized once; 0 where each layer does it
+    x_spec: int = field(init=False, repr=False, compare=False)
+    reads_x: bool = field(init=False, repr=False, compare=False)  # a GEMM has it in bf16
     draws_dx: bool = field(init=False, repr=False, compare=False)  # stochastic rounding
     draws_dw: bool = field(init=False, repr=False, compare=False)
     # of GEMM in the support table; "bf16" only where there is no other
@@ -172,6 +175,9 @@ class Recipe:
             "saves_x_scales": x_columns is not None and x_columns.scaling != "tensor",
             "saves_x_scale": x_columns is not None and x_columns.of.tensor_scale,
             "cached_spec": self._cached(w, w_columns),
+            # with delayed scaling each layer has an amax history of its own
+            "reads_x": x is None or x_columns is None,
+            "x_spec": 0 if self.delayed is not None else spec.both(x, x_columns).pack(),
             "draws_dx": dy is not None and dy.stochastic,
             "draws_dw": dy_columns is not None and dy_columns.stochastic,
             "kinds": tuple(kind for kind in KINDS if kind in used),

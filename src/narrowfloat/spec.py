@@ -38,7 +38,7 @@ LAYOUT: dict[str, tuple[int, int]] = {
     "forward.keep_w": (32, 1),  # what is measured of w is wanted, for dgrad
     "forward.guarded": (33, 1),  # delayed scaling: what outgrew its scale is quantized again
     "forward.joins": (34, 1),  # delayed scaling: the call counts for the scales to come
-    "forward.y_dtype": (35, 2),  # where x is absent
+    "forward.y_dtype": (35, 2),  # where it is not x's
     # linear_backward
     "backward.dgrad_a": (0, CAST_BITS),  # dy [M,N]
     "backward.dgrad_b": (10, CAST_BITS),  # w's columns [K,N]

@@ -72,7 +72,7 @@ class WeightCache:
             return None  # computed anew for each forward (a parametrization): it would only pile up
         # What is cached was written on one stream, in one capture or in none; elsewhere its
         # contents may not be there yet (or, after a capture, not before the replay).
-        key = (w._version, w.data_ptr(), w.dtype, how, *_stream_and_capture(w))
+        key = (w._version, w.data_ptr(), w.dtype, how, *stream_and_capture(w))
         if found is not None and found[0] is w and found[1] == key:
             return found[3]
         with torch.inference_mode(False), torch.no_grad():
@@ -86,7 +86,8 @@ class WeightCache:
         self._cached.clear()
 
 
-def _stream_and_capture(w: Tensor) -> tuple[int, int]:
+def stream_and_capture(w: Tensor) -> tuple[int, int]:
+    """The current stream of w's device and its capture; zeros where there is none."""
     if w.device.type != "cuda" or _binary.module is None:
         return (0, 0)
     stream = torch._C._cuda_getCurrentRawStream(w.device.index)

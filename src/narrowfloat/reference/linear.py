@@ -264,8 +264,9 @@ def linear_forward(
     """y [..., N] = x [..., K] w [N,K]^T + bias, operands quantized by spec, a packed Forward.
 
     x_codes, x_scales, x_scale: x that quantize made beforehand, as fprop has it; x then gives its
-    shape and y's dtype, or is None: y is [rows, N] of the spec's dtype. w_codes, w_scales, w_scale:
-    w likewise; w then gives its sizes, or is None: out_features and in_features say them.
+    shape, and y's dtype unless the spec says it, or is None: y is [rows, N] of the spec's dtype.
+    w_codes, w_scales, w_scale: w likewise; w then gives its sizes, or is None: out_features and
+    in_features say them.
 
     Returns (y, x's columns as wgrad has them, their scales of rows or blocks, scales). The columns
     are empty unless they are wanted. scales, fp32: where the columns have a tensor scale and are
@@ -318,7 +319,7 @@ def _check_forward(
         check_quantizable(bias, who, "bias")
         if bias.shape != (n,):
             raise ValueError(f"{who}: expected bias [{n}], got {tuple(bias.shape)}")
-    dtype = x.dtype if x is not None else choices.y_dtype
+    dtype = choices.y_dtype if x is None or choices.y_dtype is not None else x.dtype
     return leading, m, n, k, dtype, like  # type: ignore[return-value]
 
 

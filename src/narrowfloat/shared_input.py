@@ -1,0 +1,153 @@
+"""An input that several layers read, quantized once: q, k, v read one x, and so do gate and up.
+
+Nothing in a model says which of its layers do. So each layer's call notes which tensor it read, and
+the next one that reads the same tensor tells the first: from then on that one has x quantized by an
+operator of its own, keeps what it made at hand, and those behind it take it. What they compute is
+the same bit for bit, since a tensor is quantized the same way by whichever operator does it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .formats import TENSOR
+from .recipe import Recipe
+from .reference.linear import Quantized
+from .reference.tensor import SCALE
+from .spec import Quantize, both
+from .weight_cache import stream_and_capture
+
+NONE = Quantized()
+
+
+class SharedInput(NamedTuple):
+    """x [..., K], taken as [M,K], quantized once, as the operators take it; without codes where a
+    GEMM reads x itself."""
+
+    rows: Quantized  # x [M,K], for y
+    columns: Quantized  # its transpose [K,M], for dw
+
+
+class _Kept:
+    """What was made of x: rows until the next x comes or x is gone, columns as long as a graph that
+    saved them is there."""
+
+    __slots__ = ("columns", "place", "rows", "taken")
+
+    def __init__(self, taken: bool) -> None:
+        self.taken = taken  # by another layer than the one that it was made for
+        self.forget()
+
+    def forget(self, _: Any = None) -> None:
+        self.place: tuple[int, int] | None = None  # the stream and the capture it was made in
+        self.rows = NONE
+        self.columns: tuple[Any, ...] | None = None  # weak references
+
+    def keep(self, made: SharedInput, place: tuple[int, int], with_columns: bool) -> None:
+        self.place, self.rows = place, made.rows
+        if with_columns:
+            self.columns = tuple(None if t is None else weakref.ref(t) for t in made.columns)
+
+    def made(self, place: tuple[int, int], with_columns: bool) -> SharedInput | None:
+        """None if it is not there. On another stream it may not be written yet, nor in another
+        capture."""
+        if self.place != place:
+            return None
+        if not with_columns:
+            return SharedInput(self.rows, NONE)
+        if self.columns is None:
+            return None
+        columns = [None if ref is None else ref() for ref in self.columns]
+        for ref, column in zip(self.columns, columns, strict=True):
+            if ref is not None and column is None:  # the graph that had it is gone
+                return None
+        return SharedInput(self.rows, Quantized(*columns))
+
+
+class _Note(NamedTuple):
+    """What a thread's last layer read."""
+
+    x: Any  # weak references
+    layer: Any  # the first that read it
+    version: int
+    dtype: torch.dtype
+    spec: int
+    kept: _Kept | None
+
+
+class _Thread(threading.local):
+    last: _Note | None = None
+
+
+_thread = _Thread()
+
+
+def take(x: Tensor, recipe: Recipe, dtype: torch.dtype, layer: Any, dw: bool) -> SharedInput | None:
+    """x quantized for a layer, if another reads it too; else None: the layer's own call quantizes.
+
+    dtype: x is cast to it first (autocast). layer: its `shares_input` is set here. dw: whether the
+    columns are wanted.
+    """
+    spec = recipe.x_spec
+    if spec == 0 or type(x) is not Tensor:  # a subclass may be anything
+        return None
+    try:
+        version = x._version
+    except RuntimeError:  # an inference tensor counts none
+        return None
+    last, again = _thread.last, False
+    if last is not None:
+        first = last.layer()
+        if last.x() is x and first is not layer:
+            again = last.version == version and last.spec == spec and last.dtype == dtype
+            if again and first is not None and not first.shares_input:
+                first.shares_input = True
+        elif first is not None and first.shares_input and last.kept and not last.kept.taken:
+            first.shares_input = False
+    if not again and not layer.shares_input:
+        _thread.last = _Note(weakref.ref(x), weakref.ref(layer), version, dtype, spec, None)
+        return None
+    # What is saved there may be changed, or counted (a checkpoint compares what its forward and its
+    # recomputation save), so there each layer saves what is its own.
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    place = stream_and_capture(x)
+    if again and last is not None and last.kept is not None:
+        last.kept.taken = True
+        made = last.kept.made(place, dw)
+        if made is not None:
+            return made
+    kept = _Kept(again)
+    by = last.layer if again and last is not None else weakref.ref(layer)
+    # what the last one kept is freed before more is made
+    _thread.last = _Note(weakref.ref(x, kept.forget), by, version, dtype, spec, kept)
+    made = _quantized(x if x.dtype == dtype else x.to(dtype), spec, dw)
+    kept.keep(made, place, dw)
+    return made
+
+
+def _quantized(x: Tensor, spec: int, dw: bool) -> SharedInput:
+    how = Quantize.unpack(spec)
+    if not dw:
+        how = both(how.rows, None)
+        if how.rows is None:
+            return SharedInput(NONE, NONE)
+    with torch.no_grad():
+        rows, rows_scales, columns, columns_scales, scales = ops.quantize_op(x, how.pack())
+    made = []
+    for side, cast, codes, of_blocks in (
+        (0, how.rows, rows, rows_scales),
+        (SCALE, how.columns, columns, columns_scales),
+    ):
+        if cast is None:
+            made.append(NONE)
+            continue
+        scale = (scales[side:] if side else scales) if cast.of.tensor_scale else None
+        made.append(Quantized(codes, None if cast.of is TENSOR else of_blocks, scale))
+    return SharedInput(made[0], made[1])
