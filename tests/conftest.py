@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import fcntl
 import gc
+import json
 import os
 import pathlib
 import sys
@@ -305,3 +306,34 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor, what: str = "") -> None:
             f"{a.view(integer)[at]:#x} ({a[at].float():g}) and "
             f"{b.view(integer)[at]:#x} ({b[at].float():g})"
         )
+
+
+# ---- long runs ----
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of marker fuzz run only where they are asked for by name."""
+    if "fuzz" in config.option.markexpr:
+        return
+    long = [item for item in items if item.get_closest_marker("fuzz") is not None]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item.get_closest_marker("fuzz") is None]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """A row of each device that was fuzzed, of all workers together."""
+    found: dict[str, list[int]] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == "fuzz" and report.when == "call":
+                    row = found.setdefault(value[0], [0, 0])
+                    row[0] += value[1]
+                    row[1] += value[2]
+    for device, (examples, failed) in found.items():
+        row = {"bench": "fuzz", "device": device, "examples": examples, "failed": failed}
+        terminalreporter.write_line(json.dumps(row))
+        if out := os.environ.get("NARROWFLOAT_FUZZ_OUT"):
+            with pathlib.Path(out).open("a") as file:
+                file.write(json.dumps(row) + "\n")

@@ -59,7 +59,7 @@ def test_seed_quantize(device: str) -> None:
         assert relative_error(made, back) < 2**-8
         g = torch.randn_like(x)
         assert_same_bits(torch.autograd.grad(made, x, g)[0], g)
-    with pytest.raises(TypeError, match="fp4_dequantize: expected an FP4Tensor"):
+    with pytest.raises(TypeError, match="fp4_dequantize: expected q to be an FP4Tensor"):
         nf.fp4_dequantize(nf.quantize(x, "e4m3"))
     with pytest.raises(ValueError, match="of one shape"):
         nf.FP4DequantizeFunction.apply(values, scales[:, :3])

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import re
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import emulated
 import pytest
+import test_fuzz_arguments
 import torch
 from conftest import assert_same_bits
 
@@ -668,6 +670,33 @@ def test_r26_scales_of_another_shape(operators: Operators, name: str) -> None:
         for call in operators, reference:
             with pytest.raises(ValueError, match="^linear: expected w_scales? as .*, got "):
                 call("linear_forward", x, w, None, recipe.forward_spec, *[None] * 3, codes, *pair)
+
+
+def test_bad_arguments_are_refused_by_name(operators: Operators) -> None:
+    """Each argument of each operator made into something else, as test_fuzz_arguments.py does it:
+    the host code works, or refuses it in words that name it; it never faults."""
+    operators.device(120, finite=False)
+    tried = 0
+    for name, call in test_fuzz_arguments.operators_of("cpu").items():
+        operator = re.split("[, ]", name)[0]
+        if operator not in ops.SCHEMAS or "fp8_block" in name:
+            continue  # what torch.ops alone has, and what this chip has not
+        with_names = call._replace(function=lambda op=operator, **a: operators(op, *a.values()))
+        for argument, value in call.arguments.items():
+            for into, number in itertools.product(range(16), (3, 4)):
+                e = test_fuzz_arguments.Example(0, 0, into, number)
+                became, given = test_fuzz_arguments.mutated(value, e, True)
+                what = f"{name}: {argument} became {became}"
+                if became == "on another device" or (became, argument) == ("none", "out"):
+                    continue
+                tried += 1
+                try:
+                    test_fuzz_arguments.results(with_names, call.arguments | {argument: given})
+                except (ValueError, TypeError, NotImplementedError) as error:
+                    test_fuzz_arguments.assert_names(str(error), argument, became, call, what)
+                except RuntimeError as error:  # ops.Operator makes it a TypeError
+                    assert given is None and "does not have a device" in str(error), what
+    assert tried > 2000
 
 
 def test_a_fault_shows(operators: Operators) -> None:

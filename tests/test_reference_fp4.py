@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same_bits
+from every import ALL_CASTS
 
 import narrowfloat as nf
 from narrowfloat import formats
@@ -217,3 +218,15 @@ def test_squares_are_the_same_across() -> None:
         a = fp4.dequantize(rows, rs, scales[0], 80, 112)
         b = fp4.dequantize(columns, cs, scales[4], 112, 80)
         assert torch.equal(a, b.t())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("how", [c for c in ALL_CASTS if c.element == "e2m1"], ids=str)
+def test_a_block_that_is_not_finite_has_codes_of_zero(how: nf.Cast, value: float) -> None:
+    """Without a sign too, whatever those of its values; its scale says NaN."""
+    x = torch.randn(48, 64) - 1
+    x[3, 5] = value
+    made = fp4_numerics.quantize_operand(x, how, torch.tensor([1, 2]))
+    bad = made.scales == 0x7F
+    assert bad.any() and not bad.all()
+    assert not made.codes.unflatten(1, (-1, 16))[bad].any()

@@ -113,3 +113,13 @@ def test_properties(data: st.DataObject, fmt_name: str, rows: int, cols: int) ->
     assert (real * x.double() >= 0).all()
     largest = q.data.float().abs().max()
     assert largest == fmt.max
+
+
+def test_sizes_are_padded_to_the_least_that_cublaslt_takes() -> None:
+    """Its rules in numbers (formats.py), not by the functions that every layout is made with."""
+    assert [formats.padded(n) for n in (0, 1, 15, 16, 17, 32, 100)] == [0, 16, 16, 16, 32, 32, 112]
+    assert [formats.padded32(n) for n in (0, 1, 31, 32, 33, 100)] == [0, 32, 32, 32, 64, 128]
+    assert formats.codes_shape(33, 100) == (48, 64) and formats.codes_shape(16, 32) == (16, 16)
+    groups = [formats.scale_groups(n) for n in (0, 1, 64, 65, 128)]
+    assert groups == [0, 4, 4, 8, 8]
+    assert formats.scales_size(128, 64) == 512 and formats.scales_size(129, 65) == 2048

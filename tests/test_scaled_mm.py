@@ -129,7 +129,7 @@ def test_errors(device: str) -> None:
         ops.scaled_mm(qa.data, qb.data[:, :32], one, one)
     with pytest.raises(TypeError, match="at most one float8_e5m2"):
         ops.scaled_mm(e5, e5, one, one)
-    with pytest.raises(TypeError, match="expected a dtype out of"):
+    with pytest.raises(TypeError, match="expected a in a dtype out of"):
         ops.scaled_mm(qa.data.float(), qb.data, one, one)
     with pytest.raises(TypeError, match="out_dtype"):
         ops.scaled_mm(qa.data, qb.data, one, one, out_dtype=torch.float8_e4m3fn)

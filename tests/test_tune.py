@@ -104,6 +104,86 @@ def test_other_files_are_refused(module: Module, tmp_path: pathlib.Path, text: s
         nf.load_plans(file)
 
 
+DAMAGED = {
+    "empty": "",
+    "half": '{"cublaslt": 130100, "driver": 13000, "plans": [{"device": "H2',
+    "other versions": '{"cublaslt": 1, "driver": 1, "plans": []}',
+    "another's": '{"layers": [1, 2]}',
+    "no text": b"\xff\xfe\x00\x80",
+    "a short key": None,
+    "no digits": None,
+}
+
+
+def damaged(kind: str, file: pathlib.Path) -> None:
+    """A file of two plans with something wrong in the second one, or no such file."""
+    text = DAMAGED[kind]
+    if text is not None:
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
+        return
+    nf.save_plans(file)
+    content = json.loads(file.read_text())
+    first = content["plans"][0]
+    content["plans"].append(first | {"key": first["key"][:-2] + ("" if "short" in kind else "xy")})
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_file_is_reported_and_ignored(
+    module: Module, tmp_path: pathlib.Path, kind: str
+) -> None:
+    """Nothing of it is loaded; tune() measures as if it were not there, and replaces it whole."""
+    file = tmp_path / "plans.json"
+    damaged(kind, file)
+    with pytest.raises(ValueError, match="load_plans: expected"):
+        nf.load_plans(file)
+    assert not module.calls
+    with pytest.warns(UserWarning, match="tune: load_plans: expected .*measured anew"):
+        with nf.tune(file):
+            pass
+    assert module.calls == [("start", False), ("stop", False)]
+    assert nf.load_plans(file) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["plans.json"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
+def test_an_interrupt_inside_leaves_a_whole_file(
+    module: Module, tmp_path: pathlib.Path, error: type[BaseException]
+) -> None:
+    file = tmp_path / "plans.json"
+    with pytest.raises(error), nf.tune(file):
+        raise error
+    assert module.calls == [("start", False), ("stop", False)]
+    assert nf.load_plans(file) == 1
+
+
+@pytest.mark.parametrize("where", ["write_text", "replace"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_an_interrupt_while_saving_leaves_the_file_before(
+    module: Module,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    error: type[BaseException],
+) -> None:
+    file = tmp_path / "plans.json"
+    nf.save_plans(file)
+    before = file.read_bytes()
+    real = pathlib.Path.write_text
+
+    def fails(self: pathlib.Path, *arguments: object) -> None:
+        if where == "write_text":
+            real(self, "{half of")
+        raise error
+
+    monkeypatch.setattr(pathlib.Path, where, fails)
+    with pytest.raises(error):
+        nf.save_plans(file)
+    monkeypatch.undo()
+    assert file.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["plans.json"]
+
+
 def test_deterministic_mode_refuses_to_measure(module: Module) -> None:
     torch.use_deterministic_algorithms(True)
     try:

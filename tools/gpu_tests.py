@@ -1,7 +1,8 @@
 """Runs the GPU tests and the sanitizers on the machine at hand and writes down how they went.
 
 python3 tools/gpu_tests.py --out benchmarks/results/h200/tests.json [--commit C] [--workers N]
-                           [--sanitize memcheck racecheck [--sanitize-only]]
+                           [--sanitize memcheck racecheck initcheck synccheck [--sanitize-only]]
+                           [--inject poison memory launch]
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import NamedTuple
 
 Outcome = tuple[dict[str, object], str]
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +41,7 @@ OPERATOR_TESTS = [
 CASTS = (
     *("tensor", "row e5m2", "block w", "pow2 w operands", "mx", "mxfp4 dy"),
     *("nvfp4 w both", "nvfp4 x rotated rows", "nvfp4 dy"),
+    *("nvfp4 w four over six", "nvfp4 dy scaled up", "mxfp4 x", "mx, nvfp4 rotated"),
 )
 
 # What launches every kernel at ragged, strided, empty and ordinary sizes; the sanitizers run it.
@@ -66,7 +70,32 @@ RACE_TESTS = [
     *(test for test in KERNEL_TESTS if test not in LOOK_AT_PRODUCTS),
     "tests/test_operators.py::test_what_no_gemm_makes",
 ]
+# initcheck watches every kernel, since what torch's own write is read by ours, and so no product
+# either; and what is read of a product that was preloaded away was never written.
+INIT_TESTS = [test for test in KERNEL_TESTS if test not in LOOK_AT_PRODUCTS]
 NO_PRODUCTS = "int cublasLtMatmul(void) { return 0; }"
+
+
+OURS = ["--kernel-regex", "kns=narrow"]
+
+
+class Sanitizer(NamedTuple):
+    """How a tool of compute-sanitizer is run."""
+
+    tests: list[str]
+    options: list[str]
+    products: bool
+    environment: dict[str, str]
+
+
+SANITIZERS = {
+    "memcheck": Sanitizer(KERNEL_TESTS, OURS, True, {}),
+    "racecheck": Sanitizer(RACE_TESTS, OURS, False, {}),
+    # torch's allocator hands memory on that an earlier tensor wrote, which would hide what is not
+    "initcheck": Sanitizer(INIT_TESTS, [], False, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+    "synccheck": Sanitizer(RACE_TESTS, OURS, False, {}),
+}
+INJECTED = ("poison", "memory", "launch")  # tests/injected.py
 
 
 def library_without_products() -> Path:
@@ -135,12 +164,36 @@ def finish(name: str, run: subprocess.Popen[str], begun: float, limit: float | N
     return summary, output
 
 
+def injected(mode: str) -> Outcome:
+    """What tests/injected.py finds in a mode, as a summary like that of tests."""
+    sys.path[:0] = [str(ROOT / "tests")]
+    import injected as script
+
+    begun = time.time()
+    library = script.compiled(mode, Path(tempfile.mkdtemp(prefix="narrowfloat_injected_")))
+    environment = {"PYTHONPATH": str(ROOT / "src")}
+    if mode == "launch":
+        environment["LD_PRELOAD"] = str(library)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "injected.py"), mode, str(library)],
+        env=os.environ | environment, capture_output=True, text=True,
+    )  # fmt: skip
+    summary: dict[str, object] = {"errors": None, "failed": 1}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if lines:  # else it died
+        summary = json.loads(lines[-1])
+        summary["failed"] = int(not summary["passed"])
+    summary["seconds"] = round(time.time() - begun, 1)
+    return summary, done.stdout + done.stderr
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit")
     parser.add_argument("--workers", default="6")
-    parser.add_argument("--sanitize", nargs="*", default=[])
+    parser.add_argument("--sanitize", nargs="*", default=[], choices=SANITIZERS)
+    parser.add_argument("--inject", nargs="*", default=[], choices=INJECTED)
     parser.add_argument("--sanitize-only", action="store_true", help="without the tests themselves")
     parser.add_argument("--limit", type=float, help="seconds for the sanitizers, together")
     parser.add_argument("--shards", type=int, default=5, help="processes of each sanitizer")
@@ -166,6 +219,12 @@ def main() -> int:
             print(output[-6000:], flush=True)
             args.out.with_suffix(f".{name}.log").write_text(output)
 
+    def add_row(name: str, errors: object, passed: bool) -> None:
+        row = {"bench": "sanitizer", "name": name, "errors": errors, "passed": passed}
+        result.setdefault("rows", []).append(row)  # type: ignore[attr-defined]
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(json.dumps(row), flush=True)
+
     if not args.sanitize_only:
         begun = time.time()
         keep("gpu", *finish("gpu", start("gpu", ["-n", args.workers], []), begun, None))
@@ -175,12 +234,13 @@ def main() -> int:
     begun = time.time()
     running = {}  # beside each other: all are bound by the host
     for tool in args.sanitize:
-        before = [str(sanitizer), f"--tool={tool}", "--kernel-regex", "kns=narrow"]
-        race = tool == "racecheck"
-        preload = {"LD_PRELOAD": str(library_without_products())} if race else {}
-        tests = RACE_TESTS if race else KERNEL_TESTS
+        how = SANITIZERS[tool]
+        before = [str(sanitizer), f"--tool={tool}", *how.options]
+        environment = dict(how.environment)
+        if not how.products:
+            environment["LD_PRELOAD"] = str(library_without_products())
         running[tool] = [
-            start(f"{tool}{i}", tests[i :: args.shards], before, preload)
+            start(f"{tool}{i}", how.tests[i :: args.shards], before, environment)
             for i in range(args.shards)
         ]
     for tool, runs in running.items():
@@ -206,6 +266,13 @@ def main() -> int:
         if summary["errors"] or summary.get("failed"):
             summary["report"] = [s for s in output.splitlines() if s.startswith("=====")][:60]
         keep(tool, summary, output)
+        # what did not end, or failed, has not passed, whatever it reports
+        passed = summary["errors"] == 0 and summary.get("failed") == 0
+        add_row(tool, summary["errors"], passed)
+    for mode in args.inject:
+        row, output = injected(mode)
+        keep(mode, row, output)
+        add_row(mode, row["errors"], row["failed"] == 0)
     return 0 if good else 1
 
 

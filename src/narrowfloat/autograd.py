@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +13,10 @@ from . import functional_op, ops, shared_input, support, tensor_kinds
 from . import recipe as recipes
 from .recipe import Recipe
 from .reference.linear import Quantized
-from .reference.tensor import check_quantizable
-from .shared_input import SharedInput
+from .reference.tensor import check_matmul, check_quantizable
+from .shared_input import Reader, SharedInput
 from .spec import BACKWARD_JOINS, FORWARD_JOINS, W_MEASURED, Y_DTYPE, gradients
 from .weight_cache import CachedWeight
-
-if TYPE_CHECKING:
-    from .modules import Linear
 
 
 class LinearFunction(torch.autograd.Function):
@@ -33,7 +30,7 @@ class LinearFunction(torch.autograd.Function):
     Saved for dw: x's columns [K, M] as wgrad has them, with their scales; x itself where wgrad has
     it in bf16. Saved for dx: w itself, which costs nothing, and what the forward measured of it; or
     the cached weight's columns. Nothing is saved for a gradient that nobody needs. Each backward
-    draws one seed where dy is rounded stochastically.
+    draws one seed where dy is rounded stochastically. Errors as for linear().
     """
 
     @staticmethod
@@ -138,7 +135,7 @@ def linear(
     *,
     cached: CachedWeight | None = None,
     history: Tensor | None = None,
-    layer: Linear | None = None,
+    layer: Reader | None = None,
 ) -> Tensor:
     """y [..., N] = x [..., K] w [N,K]^T + bias [N] with both operands quantized by `recipe`.
 
@@ -241,14 +238,5 @@ def matmul(a: Tensor, b: Tensor, recipe: str | Recipe = "fp8") -> Tensor:
     check_quantizable(b, "matmul")
     if (a.is_nested and not tensor_kinds.is_jagged(a)) or b.is_nested:
         ops.refuse_other_kinds("matmul", {"b": b} if b.is_nested else {"a": a})
-    if b.dim() != 2:
-        raise ValueError(
-            f"matmul: expected b [K,N], got {tuple(b.shape)} "
-            "(a batched or one-dimensional b is not quantized; call matmul on each b [K,N])"
-        )
-    if a.shape[-1] != b.shape[0]:
-        raise ValueError(
-            f"matmul: expected a [..., K] and b [K,N] with one K, got {tuple(a.shape)} and "
-            f"{tuple(b.shape)}"
-        )
+    check_matmul(a, b, "matmul")
     return linear(a, b.t(), None, recipe)

@@ -89,7 +89,8 @@ _ERRORS = (RuntimeError, ValueError, TypeError, torch.OutOfMemoryError)
 
 class Operator:
     """An operator whose errors have their types: from torch 2.15 on whatever a compiled kernel
-    throws arrives as a RuntimeError with its text."""
+    throws arrives as a RuntimeError with its text, and an argument of another type than the
+    schema's always has."""
 
     def __init__(self, overload: Any) -> None:
         self.overload = overload  # as torch.library.opcheck wants it
@@ -98,6 +99,15 @@ class Operator:
         try:
             return self.overload(*arguments)
         except RuntimeError as error:
+            if "Expected a value of type" in str(error):
+                raise TypeError(str(error)) from None
+            schema = getattr(self.overload, "_schema", None)
+            for argument, given in zip(getattr(schema, "arguments", ()), arguments, strict=False):
+                if given is None and str(argument.type) == "Tensor":  # an undefined one, in C++
+                    raise TypeError(
+                        f"{self.overload._opname}: expected {argument.name} to be a tensor, got "
+                        "NoneType"
+                    ) from None
             kind, text = (0, "") if _binary.module is None else _binary.module.take_error()
             self._refuse_other_kinds(arguments, error)
             if kind == 0 or text not in str(error) or isinstance(error, _ERRORS[kind]):
@@ -363,39 +373,16 @@ def scaled_mm(
     with zero padding inside. TypeError for other dtypes, ValueError for shapes or devices that do
     not match.
     """
-    for q, name in ((a, "a"), (b, "b")):
-        tensor.format_of(q, who)
-        if q.dim() != 2:
-            raise ValueError(f"{who}: expected {name} of two dimensions, got {tuple(q.shape)}")
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(
-            f"{who}: expected a [M,K] and b [N,K] with one K, got {tuple(a.shape)} and "
-            f"{tuple(b.shape)} (b is multiplied transposed)"
-        )
-    if out_dtype not in HIGH_PRECISION:
-        raise TypeError(
-            f"{who}: expected out_dtype out of float32, bfloat16, float16, got {out_dtype}"
-        )
-    if a.dtype == b.dtype == torch.float8_e5m2:
-        raise TypeError(
-            f"{who}: expected at most one float8_e5m2 operand, got two (make one float8_e4m3fn)"
-        )
-    for name, t in (("b", b), ("a_scale", a_scale), ("b_scale", b_scale), ("bias", bias)):
-        if t is not None and t.device != a.device:
-            raise ValueError(
-                f"{who}: expected {name} on {a.device} as a is, got {t.device} (move it there)"
-            )
+    tensor.check_scaled_mm(a, b, a_scale, b_scale, who, bias)
     for name, t in (("a_scale", a_scale), ("b_scale", b_scale)):
-        if t.dtype != torch.float32 or t.numel() != 1:
+        if t.numel() != 1:
             raise ValueError(
                 f"{who}: expected {name} in float32 with one element, got {t.dtype} of shape "
                 f"{tuple(t.shape)}"
             )
-    n = b.shape[0]
-    if bias is not None and (bias.shape != (n,) or bias.dtype not in HIGH_PRECISION):
-        raise ValueError(
-            f"{who}: expected bias [{n}] in float32, bfloat16 or float16, got "
-            f"{tuple(bias.shape)} in {bias.dtype}"
+    if out_dtype not in HIGH_PRECISION:
+        raise TypeError(
+            f"{who}: expected out_dtype out of float32, bfloat16, float16, got {out_dtype}"
         )
     support.require(recipe.FP8, a.device)
     return scaled_mm_op(a, b, a_scale, b_scale, bias, out_dtype, fast)

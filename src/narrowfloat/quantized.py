@@ -295,6 +295,9 @@ def quantize(
     from 2^-124 on. NaN or Inf makes the scale of its row or block non-finite. two_d (fp8_block,
     fp8_block_pow2): blocks of 128 x 128.
 
+    x is [..., K], of at least one dimension. TypeError for another dtype, ValueError for another
+    format or for options that it has not.
+
     The result carries no gradient. `data` is a view whose rows start on 16-byte boundaries, so the
     last dimension's stride is 1 but it need not be contiguous.
     """

@@ -51,10 +51,12 @@ class Gemm:
 
     @property
     def casts(self) -> tuple[Cast | None, Cast | None]:
+        """Of both operands; None: bf16."""
         return self.a, self.b  # type: ignore[return-value]
 
     @property
     def fast(self) -> bool:
+        """Whether accumulation is fast."""
         return self.accumulate == "fast"
 
 
@@ -347,7 +349,8 @@ def mixed_recipe(
     the GEMM in bf16.
 
     fp4_recipe's weights_2d is for fprop and dgrad of one such recipe; where the other is of another
-    kind it only costs accuracy, so give weights_2d=False. Delayed scaling is refused.
+    kind it only costs accuracy, so give weights_2d=False. ValueError for a recipe with
+    delayed scaling, and for a name that there is not.
     """
     taken = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}
     gemms = [getattr(_taken(recipe, gemm), gemm) for gemm, recipe in taken.items()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,12 @@ from .spec import Quantize, both
 from .weight_cache import stream_and_capture
 
 NONE = Quantized()
+
+
+class Reader(Protocol):
+    """A layer, for which it is noted whether one called after it read the same tensor."""
+
+    shares_input: bool
 
 
 class SharedInput(NamedTuple):
@@ -88,7 +94,9 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def take(x: Tensor, recipe: Recipe, dtype: torch.dtype, layer: Any, dw: bool) -> SharedInput | None:
+def take(
+    x: Tensor, recipe: Recipe, dtype: torch.dtype, layer: Reader, dw: bool
+) -> SharedInput | None:
     """x quantized for a layer, if another reads it too; else None: the layer's own call quantizes.
 
     dtype: x is cast to it first (autocast). layer: its `shares_input` is set here. dw: whether the

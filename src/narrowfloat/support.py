@@ -247,7 +247,7 @@ def supported(
     """Whether `recipe` runs on `device` (default: the current CUDA device, else the CPU).
 
     A CPU is served by the reference kernels: right, and slow. The decision is the device's own:
-    another card in the machine does not matter.
+    another card in the machine does not matter. ValueError for a recipe that there is not.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import uuid
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -38,7 +40,9 @@ def tune(file: PathLike | None = None, *, sm89: bool = False) -> Iterator[None]:
     beside torch's for a copy of a product's result.
 
     file: plans that an earlier run saved are loaded if it is there (see load_plans), so that their
-    shapes are not measured again, and all are saved to it in the end. Not measured are products
+    shapes are not measured again, and all are saved to it in the end, after an exception too. A
+    file that load_plans() refuses, damaged or of other versions, is left out with a warning and
+    replaced in the end. Not measured are products
     inside a capture, those that add to their output, and those on Ada (sm89), where candidates of
     some versions of cuBLASLt fault, unless sm89=True.
 
@@ -52,7 +56,10 @@ def tune(file: PathLike | None = None, *, sm89: bool = False) -> Iterator[None]:
             "fastest may differ between runs; save plans once and load_plans() them)"
         )
     if file is not None and pathlib.Path(file).exists():
-        load_plans(file)
+        try:
+            load_plans(file)
+        except ValueError as error:
+            warnings.warn(f"tune: {error}; its plans are measured anew", stacklevel=3)
     module.start_tuning(sm89)
     try:
         yield
@@ -70,7 +77,8 @@ def save_plans(file: PathLike) -> None:
     """Write all plans that this process measured or loaded, as JSON, with the versions they are
     good for, the microseconds of cuBLASLt's first choice and of the plan, and how many algorithms
     cuBLASLt offered, were safe to try, and had the right result (0 of a plan that was loaded).
-    Of several processes the last one's file stays."""
+    Of several processes the last one's file stays. OSError where it cannot be written; the file
+    that was there is then as it was."""
     module = _module("save_plans")
     plans = [
         {
@@ -88,15 +96,19 @@ def save_plans(file: PathLike) -> None:
     ]
     path = pathlib.Path(file)
     beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # in one move: no half file
-    beside.write_text(json.dumps({**_versions(module), "plans": plans}, indent=1) + "\n")
-    beside.replace(path)
+    try:
+        beside.write_text(json.dumps({**_versions(module), "plans": plans}, indent=1) + "\n")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)  # where the disk is full, or an interrupt came
 
 
 def load_plans(file: PathLike) -> int:
     """Take the plans of a file of save_plans() for the devices of the same name; how many there
     were for them.
 
-    ValueError where the file was written beside another cuBLASLt or driver, or is none of these.
+    ValueError where the file was written beside another cuBLASLt or driver, or is none of these,
+    OSError where it cannot be read. All of its plans are taken, or none.
     """
     module = _module("load_plans")
     try:
@@ -106,6 +118,11 @@ def load_plans(file: PathLike) -> int:
             (str(p["device"]), str(p["key"]), str(p["algorithm"]), str(p["product"]))
             for p in content["plans"]
         ]
+        for at, name in ((1, "key"), (2, "algorithm")):
+            if len({len(plan[at]) for plan in plans}) > 1 or not all(
+                re.fullmatch("[0-9a-f]+", plan[at]) for plan in plans
+            ):
+                raise ValueError(f"expected hexadecimal digits of one length as each {name}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"load_plans: expected a file of save_plans(), got {file} ({error!r})"

@@ -23,6 +23,7 @@ from .functional_op import has_tangent
 from .ops import Operator, quantize_op
 from .recipe import Recipe
 from .reference import fp4
+from .reference.tensor import check_quantizable, check_same_device, check_tensor
 from .spec import both
 
 # A unit: 32 rows x 128 of K, their codes and then their block scales.
@@ -170,6 +171,8 @@ def _check_matmul(
     x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, n: int, out_dtype: torch.dtype
 ) -> None:
     who = "fp4_weight_matmul"
+    for name, t in (("x", x), ("packed", packed), ("scale", scale)):
+        check_tensor(t, who, name)
     if x.dim() == 0:
         raise ValueError(f"{who}: expected x of at least one dimension, got a scalar")
     if x.dtype != torch.bfloat16:
@@ -178,6 +181,7 @@ def _check_matmul(
         raise TypeError(
             f"{who}: expected out_dtype out of float32, bfloat16, float16, got {out_dtype}"
         )
+    check_same_device(x, who, "x", packed=packed, scale=scale, bias=bias)
     _check_packed(packed, n, x.shape[-1], who)
     if scale.dtype != torch.float32 or scale.numel() != 1:
         raise ValueError(
@@ -248,7 +252,7 @@ fp4_weight_matmul_op = Operator(torch.ops.narrowfloat.fp4_weight_matmul.default)
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:
-    kind = x.device.type
+    kind = "cuda" if x.is_cuda else "cpu"  # torch knows nothing of autocast on meta
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
@@ -328,6 +332,8 @@ class PackedFP4Linear(nn.Module):
             found = self._of_another_kind(input)
             if found is not None:
                 return found
+        if not isinstance(input, Tensor) or input.dtype not in HIGH_PRECISION:
+            check_quantizable(input, "PackedFP4Linear", "input")
         if input.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 "PackedFP4Linear: expected an input without gradient, got one that requires it "

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..formats import Format
-from .tensor import FLT_MAX, SCALE, amax, scale_from_amax
+from .tensor import FLT_MAX, SCALE, amax, check_tensor, scale_from_amax
 
 # A layer's history is int32 [3, FIRST + steps], a row each for x, w and dy, of fp32 bits (a cast of
 # the module does not touch integers): the amax that the scale covers (0: none yet), the amax of all
@@ -18,6 +18,22 @@ TRACKED = ("x", "w", "dy")
 FIRST, LONGEST = 4, 1024
 COVERED, OPEN, MARKED = 0, 1, 2
 MARK = 0x6E666831
+
+
+def check_history(history: Tensor, who: str) -> None:
+    """TypeError or ValueError for what is no layer's history; the CUDA operators check the same."""
+    check_tensor(history, who, "history")
+    rows, longest = len(TRACKED), FIRST + LONGEST
+    shape = tuple(history.shape)
+    if history.dtype != torch.int32 or len(shape) != 2 or shape[0] != rows:
+        fits = False
+    else:
+        fits = FIRST < shape[1] <= longest and history.is_contiguous()
+    if not fits:
+        raise ValueError(
+            f"{who}: expected history as int32 [{rows}, {FIRST + 1} to {longest}], contiguous, got "
+            f"{history.dtype} {shape}"
+        )
 
 
 def _bits(value: float) -> int:

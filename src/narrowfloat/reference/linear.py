@@ -26,8 +26,8 @@ from ..formats import (
     scales_size,
 )
 from . import block, fp4, fp4_numerics, tensor
-from .delayed import scale_by_history
-from .tensor import SCALE, as_rows, check_linear, check_quantizable, own
+from .delayed import check_history, scale_by_history
+from .tensor import SCALE, as_rows, check_linear, check_quantizable, check_same_device, own
 
 
 class Quantized(NamedTuple):
@@ -78,15 +78,6 @@ def check_seed(seed: Tensor | None, needed: bool, who: str) -> None:
             f"{who}: expected a seed, int64 [2], for stochastic rounding, got {got} "
             "(torch.randint draws one)"
         )
-
-
-def _check_devices(as_: Tensor, who: str, name: str, **given: Tensor | None) -> None:
-    for what, t in given.items():
-        if t is not None and t.device != as_.device:
-            raise ValueError(
-                f"{who}: expected {what} on {as_.device} as {name} is, got {t.device} "
-                "(move it there)"
-            )
 
 
 # ---- one operand ----
@@ -167,6 +158,7 @@ def _factor_of(
     codes = _given(q.codes, name, who)
     scales, scale = q.scales, q.scale
     plain = name.removesuffix("_codes")
+    its_scale = "x_scale, or scales," if name == "x_columns" else f"{plain}_scale"
     shape, dtype = codes_layout(cast, rows, cols)
     if codes.shape != shape or codes.dtype != dtype:
         raise ValueError(
@@ -182,8 +174,8 @@ def _factor_of(
                 f"them, got {scales.dtype} {tuple(scales.shape)}"
             )
     if has_tensor_scale(cast):
-        scale = _given(scale, f"{plain}_scale for {name}", who)
-        tensor.check_scale(scale, (SCALE, 2 * SCALE), f"{plain}_scale", who)
+        scale = _given(scale, f"{its_scale} for {name}", who)
+        tensor.check_scale(scale, (SCALE, 2 * SCALE), its_scale, who)
         scale = scale.flatten()[0]
     if cast.of is TENSOR or scales is None:
         return _Factor(codes[:rows, :cols].float(), None, scale)
@@ -224,7 +216,9 @@ def quantize(
     who = "quantize"
     check_quantizable(x, who)
     choices = specs.Quantize.unpack(spec, who)
-    _check_devices(x, who, "x", scale=scale, seed=seed)
+    check_same_device(x, who, "x", scale=scale, seed=seed)
+    if scale is not None:
+        tensor.check_known_scale(scale)
     x2 = as_rows(x)
     made: list[Tensor] = []
     scales = torch.zeros(2, SCALE, dtype=torch.float32, device=x.device)
@@ -292,6 +286,10 @@ def _check_forward(
     if x is not None and w is not None:
         check_linear(x, w, bias, who)
     like = x if x is not None else _given(of_x.codes, "x, or x_codes", who)
+    if x is None and w is not None:
+        check_quantizable(w, who, "w")
+        if w.dim() != 2:
+            raise ValueError(f"{who}: expected w [N,K], got {w.dim()} dimensions {tuple(w.shape)}")
     if x is None and choices.save_x:
         raise ValueError(f"{who}: expected x itself for its columns, got none (give them yourself)")
     if x is None and choices.y_dtype is None:
@@ -305,12 +303,18 @@ def _check_forward(
         _given(of_w.codes, "w, or w_codes", who)
     else:
         n, k = w.shape
-    _check_devices(
+    check_same_device(
         like, who, "x", w=w, bias=bias, x_scales=of_x.scales, x_scale=of_x.scale,
         w_codes=of_w.codes, w_scales=of_w.scales, w_scale=of_w.scale,
     )  # fmt: skip
-    if bias is not None and (bias.dim() != 1 or bias.shape[0] != n):
-        raise ValueError(f"{who}: expected bias [{n}], got {tuple(bias.shape)}")
+    if min(m, n, k) < 0:
+        raise ValueError(
+            f"{who}: expected rows, out_features and in_features from 0 on, got {m}, {n} and {k}"
+        )
+    if bias is not None:
+        check_quantizable(bias, who, "bias")
+        if bias.shape != (n,):
+            raise ValueError(f"{who}: expected bias [{n}], got {tuple(bias.shape)}")
     dtype = choices.y_dtype if x is None or choices.y_dtype is not None else x.dtype
     return leading, m, n, k, dtype, like  # type: ignore[return-value]
 
@@ -409,7 +413,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     who = "linear_backward"
     check_quantizable(dy, who, "dy")
-    _check_devices(
+    check_same_device(
         dy, who, "dy", x_columns=of_x.codes, x_columns_scales=of_x.scales, x_scale=of_x.scale,
         scales=scales, w=w, w_codes=of_w.codes, w_scales=of_w.scales, w_scale=of_w.scale, seed=seed,
     )  # fmt: skip
@@ -440,13 +444,19 @@ def _weight_columns(
     w: Tensor | None, scales: Tensor | None, n: int, k: int, choices: specs.Backward
 ) -> _Factor:
     w = _given(w, "w for dx", "linear_backward")
+    check_quantizable(w, "linear_backward", "w")
     if w.shape != (n, k):
         raise ValueError(
             f"linear_backward: expected w {(n, k)} for dy [..., {n}], got {tuple(w.shape)}"
         )
     known = None
     if choices.w_measured and scaling_of(choices.dgrad_b) is TENSOR:
-        known = _given(scales, "scales", "linear_backward")[-SCALE:]
+        known = _given(scales, "scales", "linear_backward").flatten()[-SCALE:]
+        if known.shape != (SCALE,) or known.dtype != torch.float32:
+            raise ValueError(
+                f"linear_backward: expected scales as float32 [{SCALE}] or more, as the forward "
+                f"returns them, got {known.dtype} {tuple(known.shape)}"
+            )
     return _factor(w.t(), choices.dgrad_b, known, None, 1)
 
 
@@ -473,6 +483,7 @@ def delayed_linear_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """linear_forward with scales by amax history, int32 [3, FIRST + steps], which it changes where
     the spec says that the call joins."""
+    check_history(history, "linear")
     return _forward(x, w, bias, spec, Quantized(), Quantized(), (0, 0, 0), history)
 
 
@@ -488,6 +499,7 @@ def delayed_linear_backward(
     """linear_backward with dy's scale by amax history."""
     choices = specs.Backward.unpack(spec)
     check_quantizable(dy, "linear_backward", "dy")
+    check_history(history, "linear_backward")
     dy_scale = None
     if choices.need_dx or choices.dw_dtype is not None:
         cast = choices.dgrad_a if choices.need_dx else choices.wgrad_a

@@ -67,12 +67,17 @@ def known_or_measured(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Te
     used instead of measuring x."""
     if scale is None:
         return pad(torch.stack(scale_from_amax(amax(x), fmt)), (0, SCALE - 2))
+    check_known_scale(scale)
+    return scale.clone()
+
+
+def check_known_scale(scale: Tensor) -> None:
+    """ValueError for what is no scale that an earlier call returned."""
     if scale.shape != (SCALE,) or scale.dtype != torch.float32:
         raise ValueError(
             f"quantize: expected scale as float32 [{SCALE}], as an earlier call returned it, got "
             f"{scale.dtype} {tuple(scale.shape)}"
         )
-    return scale.clone()
 
 
 def codes_of(x: Tensor, fmt: Format, scale: Tensor) -> Tensor:
@@ -99,20 +104,6 @@ def check_scale(scale: Tensor, sizes: tuple[int, ...], name: str, who: str) -> N
         )
 
 
-def _check_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, who: str) -> None:
-    for name, q in (("a", a), ("b", b)):
-        format_of(q, who)
-        if q.dim() != 2:
-            raise ValueError(f"{who}: expected {name} of two dimensions, got {tuple(q.shape)}")
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(
-            f"{who}: expected a [M,K] and b [N,K] with one K, got {tuple(a.shape)} and "
-            f"{tuple(b.shape)}"
-        )
-    for name, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
-        check_scale(scale, ONE_OR_WHOLE, name, who)
-
-
 def _gemm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
     """fp32 a_scale b_scale (a b^T), whatever autocast is on."""
     with torch.autocast(a.device.type, enabled=False):
@@ -131,7 +122,11 @@ def scaled_mm(
     """d [M,N] = a_scale b_scale (a [M,K] b [N,K]^T) + bias; operands FP8, scales fp32 of one
     element or as quantize returns them (the first is used), sum in fp32, rounded once to out_dtype.
     `fast` does not change the reference."""
-    _check_scaled_mm(a, b, a_scale, b_scale, "scaled_mm")
+    check_scaled_mm(a, b, a_scale, b_scale, "scaled_mm", bias)
+    if out_dtype not in HIGH_PRECISION:
+        raise TypeError(
+            f"scaled_mm: expected out_dtype out of float32, bfloat16, float16, got {out_dtype}"
+        )
     d = _gemm(a, b, a_scale, b_scale)
     if bias is not None:
         d = d + bias.float()
@@ -141,16 +136,40 @@ def scaled_mm(
 def scaled_mm_accumulate_(
     out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool
 ) -> None:
-    """out [M,N] += a_scale b_scale (a b^T), in place; rounded once per call."""
-    _check_scaled_mm(a, b, a_scale, b_scale, "scaled_mm_accumulate_")
+    """out [M,N], fp32, bf16 or fp16, += a_scale b_scale (a [M,K] b [N,K]^T), in place; the rest as
+    scaled_mm's. Rounded once per call."""
+    who = "scaled_mm_accumulate_"
+    check_scaled_mm(a, b, a_scale, b_scale, who)
+    check_quantizable(out, who, "out")
+    check_same_device(a, who, "a", out=out)
+    if out.shape != (a.shape[0], b.shape[0]):
+        raise ValueError(
+            f"{who}: expected out [{a.shape[0]}, {b.shape[0]}] for a [M,K] and b [N,K], got "
+            f"{tuple(out.shape)}"
+        )
     d = _gemm(a, b, a_scale, b_scale)
     out.copy_(out.float() + d)
 
 
-def check_quantizable(x: Tensor, who: str, name: str = "x") -> None:
-    """TypeError or ValueError for what no quantizing kernel takes."""
+def check_tensor(x: object, who: str, name: str) -> None:
+    """TypeError for what is no tensor. An operator's tensor may come as None."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{who}: expected {name} to be a tensor, got {type(x).__name__}")
+
+
+def check_same_device(as_: Tensor, who: str, name: str, **given: Tensor | None) -> None:
+    """ValueError for tensors that are not where `as_`, called `name`, is."""
+    for what, t in given.items():
+        if t is not None and t.device != as_.device:
+            raise ValueError(
+                f"{who}: expected {what} on {as_.device} as {name} is, got {t.device} "
+                "(move it there)"
+            )
+
+
+def check_quantizable(x: Tensor, who: str, name: str = "x") -> None:
+    """TypeError or ValueError for what no quantizing kernel takes."""
+    check_tensor(x, who, name)
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(
             f"{who}: expected {name} in float32, bfloat16 or float16, got {x.dtype} "
@@ -185,12 +204,68 @@ def check_linear(x: Tensor, w: Tensor, bias: Tensor | None, who: str) -> None:
             raise ValueError(f"{who}: expected bias [{w.shape[0]}], got {tuple(bias.shape)}")
 
 
-def format_of(q: Tensor, who: str) -> Format:
+def check_matmul(a: Tensor, b: Tensor, who: str, names: tuple[str, str] = ("a", "b")) -> None:
+    """TypeError or ValueError for operands that are no a [..., K] and b [K,N]."""
+    first, second = names
+    for t, name in ((a, first), (b, second)):
+        check_quantizable(t, who, name)
+    if b.dim() != 2:
+        raise ValueError(
+            f"{who}: expected {second} [K,N], got {tuple(b.shape)} "
+            f"(a batched or one-dimensional {second} is not quantized; call {who} on each "
+            f"{second} [K,N])"
+        )
+    if a.shape[-1] != b.shape[0]:
+        raise ValueError(
+            f"{who}: expected {first} [..., K] and {second} [K,N] with one K, got "
+            f"{tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    check_same_device(a, who, first, **{second: b})
+
+
+def check_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    who: str,
+    bias: Tensor | None = None,
+) -> None:
+    """TypeError or ValueError for what is no GEMM of two quantized operands; the CUDA operators
+    check the same."""
+    for name, t in (("a", a), ("b", b), ("a_scale", a_scale), ("b_scale", b_scale)):
+        check_tensor(t, who, name)
+    for name, q in (("a", a), ("b", b)):
+        format_of(q, who, name)
+        if q.dim() != 2:
+            raise ValueError(f"{who}: expected {name} of two dimensions, got {tuple(q.shape)}")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"{who}: expected a [M,K] and b [N,K] with one K, got {tuple(a.shape)} and "
+            f"{tuple(b.shape)} (b is multiplied transposed)"
+        )
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        raise TypeError(
+            f"{who}: expected at most one float8_e5m2 operand, got two (make one float8_e4m3fn)"
+        )
+    for name, t in (("a_scale", a_scale), ("b_scale", b_scale)):
+        check_scale(t, ONE_OR_WHOLE, name, who)
+    if bias is not None:
+        check_tensor(bias, who, "bias")
+        if bias.shape != b.shape[:1] or bias.dtype not in HIGH_PRECISION:
+            raise ValueError(
+                f"{who}: expected bias [{b.shape[0]}] in float32, bfloat16 or float16, got "
+                f"{tuple(bias.shape)} in {bias.dtype}"
+            )
+    check_same_device(a, who, "a", b=b, a_scale=a_scale, b_scale=b_scale, bias=bias)
+
+
+def format_of(q: Tensor, who: str, name: str = "an operand") -> Format:
     """The format of a quantized tensor's dtype; TypeError says what was expected."""
     fmt = BY_DTYPE.get(q.dtype)
     if fmt is None:
         raise TypeError(
-            f"{who}: expected a dtype out of {[str(d) for d in BY_DTYPE]}, got {q.dtype} "
-            "(quantize the operand first)"
+            f"{who}: expected {name} in a dtype out of {[str(d) for d in BY_DTYPE]}, got "
+            f"{q.dtype} (quantize the operand first)"
         )
     return fmt
