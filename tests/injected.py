@@ -281,8 +281,8 @@ def failing(
 def main() -> int:
     mode, path = sys.argv[1:]
     library = ctypes.CDLL(path)
-    library.faults_what.restype = ctypes.c_char_p if mode != "launch" else None
     if mode != "launch":
+        library.faults_what.restype = ctypes.c_char_p
         allocator = torch.cuda.memory.CUDAPluggableAllocator(path, "faults_alloc", "faults_free")
         torch.cuda.memory.change_current_allocator(allocator)
     number = ctypes.c_int64

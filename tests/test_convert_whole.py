@@ -52,7 +52,7 @@ def test_r11_layers_of_ours_take_another_recipe(device: str, first: str, second:
     assert report.share == 1
     for layer in model:
         assert type(layer) is nf.Linear and layer.recipe is nf.RECIPES[second]
-        assert ("scale_history" in layer._buffers) == (second == "fp8_delayed")
+        assert (layer.scale_history is not None) == (second == "fp8_delayed")
         assert_same_bits(layer(x), nf.linear(x, layer.weight, layer.bias, second))
         layer(x).sum().backward()
 
@@ -175,7 +175,7 @@ def test_r12_used_directly_it_is_a_type_error(
         with torch.set_grad_enabled(grad), pytest.raises(TypeError) as e:
             call()
         assert f"expected {name} in float32, bfloat16 or float16" in str(e.value)
-        assert str(dtype) in str(e.value)
+        assert str(dtype).removeprefix("torch.") in str(e.value)
 
 
 def test_r12_a_foreign_tensor_class_is_left() -> None:

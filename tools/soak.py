@@ -110,7 +110,10 @@ class Worker:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
+    """Of what is computed: all streams are waited for, whichever the results come from."""
     found = hashlib.sha256()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     for t in tensors:
         found.update(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
@@ -162,7 +165,7 @@ def soak(device: str, threads: int, steps: int, seconds: float) -> dict[str, Any
     # the fresh process takes its share of the time
     runs = Soak(device, threads, steps, begun + 0.8 * seconds)
     # twice through, so that the allocator's blocks have found their places
-    warm_up = min(steps // 2, 2 * runs.workers[0].cycle() * threads)
+    warm_up = min(steps // 2, 3 * runs.workers[0].cycle() * threads)
     grown, first, host = 0, (0, 0), 0
     with ThreadPoolExecutor(threads) as pool:
         runs.phase(pool, range(warm_up))

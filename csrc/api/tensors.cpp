@@ -39,6 +39,16 @@ const char* dtype_name(ScalarType dtype) {
       return "uint8";
     case ScalarType::Bool:
       return "bool";
+    case ScalarType::ComplexHalf:
+      return "complex32";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Char:
+      return "int8";
     default:
       return "another dtype";
   }

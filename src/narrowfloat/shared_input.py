@@ -114,10 +114,11 @@ def take(
         first = last.layer()
         if last.x() is x and first is not layer:
             again = last.version == version and last.spec == spec and last.dtype == dtype
-            if again and first is not None and not first.shares_input:
+            # one that was reverted to nn.Linear meanwhile has no such attribute
+            if again and first is not None and not getattr(first, "shares_input", True):
                 first.shares_input = True
-        elif first is not None and first.shares_input and last.kept and not last.kept.taken:
-            first.shares_input = False
+        elif last.kept and not last.kept.taken and getattr(first, "shares_input", False):
+            first.shares_input = False  # type: ignore[union-attr]
     if not again and not layer.shares_input:
         _thread.last = _Note(weakref.ref(x), weakref.ref(layer), version, dtype, spec, None)
         return None

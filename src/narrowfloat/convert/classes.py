@@ -23,7 +23,7 @@ _CALLED = (
 )
 
 # What only a layer of ours has in its __dict__.
-OURS = ("recipe", "_recipe", "weight_cache")
+OURS = ("recipe", "scale_history", "shares_input", "weight_cache")
 
 
 def _own_forwards(cls: type[nn.Linear]) -> list[Any]:

@@ -97,9 +97,12 @@ def check_scale(scale: Tensor, sizes: tuple[int, ...], name: str, who: str) -> N
     """ValueError where `scale`, of a whole tensor, is not fp32 with so many elements: what is more
     than that may be scales of rows or blocks, of which the first alone would be taken."""
     if scale.dtype != torch.float32 or scale.numel() not in sizes:
-        expected = " or ".join(f"[{size}]" for size in sizes)
+        whole = " or ".join(f"[{size}]" for size in sizes if size > 1)
+        expected = f"as float32 {whole}"
+        if 1 in sizes:
+            expected = f"in float32 with one element, or {whole}"
         raise ValueError(
-            f"{who}: expected {name} as torch.float32 {expected}, a tensor's scale, got "
+            f"{who}: expected {name} {expected}, a tensor's scale as quantize returns it, got "
             f"{scale.dtype} {tuple(scale.shape)}"
         )
 
