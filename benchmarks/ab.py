@@ -397,7 +397,7 @@ def main() -> int:
     with builds(options.old, options.new, options.device) as both:
         hello = {side: build.ask("hello") for side, build in both.items()}
         for side, source in (("old", options.old), ("new", options.new)):
-            if pathlib.Path(hello[side]["folder"]).parent != source.resolve():
+            if pathlib.Path(str(hello[side]["folder"])).parent != source.resolve():
                 raise SystemExit(f"ab: {side} took narrowfloat from {hello[side]['folder']}")
         machine = both["new"].ask("machine", commit=options.commit)
         machine["old"] = options.old_commit

@@ -4,7 +4,6 @@ every contender in turns."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import statistics
 from collections.abc import Callable
@@ -48,8 +47,11 @@ class Trained:
             loss: torch.Tensor = self.model(self.tokens, self.targets)
         return loss
 
+    def turn(self, _: int) -> None:
+        self.step()
+
     def step(self) -> None:
-        self.forward().backward()  # type: ignore[no-untyped-call]
+        self.forward().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -96,7 +98,7 @@ def memory(run: Run, trained: Trained) -> tuple[int, int]:
     rest = torch.cuda.memory_allocated()
     loss = trained.forward()
     held = torch.cuda.memory_allocated() - rest
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     trained.optimizer.step()
     trained.optimizer.zero_grad()
     del loss
@@ -143,7 +145,7 @@ def _one(run: Run, name: str, sizes: Sizes) -> None:
             trained = make(run, sizes, recipe, mode)
             bytes_of[recipe, mode] = memory(run, trained)
             made[recipe, mode] = trained
-    turns = [Contender(lambda _, t=trained: t.step()) for trained in made.values()]
+    turns = [Contender(trained.turn) for trained in made.values()]
     seconds = run.seconds(len(STACKS), 12.0)
     times = dict(zip(made, measure.interleave(run.device, turns, seconds), strict=True))
     for (recipe, mode), trained in made.items():
@@ -164,6 +166,6 @@ def _one(run: Run, name: str, sizes: Sizes) -> None:
                 held_ratio=held,
                 peak_ratio=peak,
                 ms=statistics.median(times[recipe, mode]),
-                kernels=kernels(run, functools.partial(trained.step)),
+                kernels=kernels(run, trained.step),
             )
         )

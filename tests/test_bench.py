@@ -432,6 +432,21 @@ def test_picture_takes_the_newest_of_what_was_trained_and_timed(tmp_path):
 # Subjects that the smoke run leaves out
 
 
+def test_step_runs_every_contender(tmp_path, threads, capsys):
+    path = tmp_path / "step.json"
+    arguments = ["step", "--device", "cpu", "--models", "llama-8B", "--compiled"]
+    assert bench.main([*arguments, "--out", str(path)]) == 0, capsys.readouterr().err
+    rows = json.loads(path.read_text())["rows"]
+    found = {(r["recipe"], r["mode"]) for r in rows}
+    assert found == {
+        ("bf16", "eager"),
+        *((recipe, mode) for recipe in ("fp8", "fp8_delayed") for mode in ("eager", "compiled")),
+    }
+    for row in rows:
+        wanted = [*record.KEYS["step"], *record.VALUES["step"], "kernels"]
+        assert list(row) == ["bench", *wanted]
+
+
 @pytest.mark.parametrize("subject", ["quantize", "quantize_fp4", "quantize_block"])
 def test_every_quantizing_kernel_runs_and_counts_its_bytes(monkeypatch, tmp_path, subject):
     """What a call writes is no more than what it is said to move, less one read of x."""

@@ -101,6 +101,7 @@ void scaled_mm_accumulate_op(Tensor out, const Tensor& a, const Tensor& b, const
   p.d_type = real_of(out.scalar_type(), op, "out");
   NF_CHECK(out.dim() == 2 && out.size(0) == m && out.size(1) == n, op, ": expected out [", m, ", ",
            n, "] for a [M,K] and b [N,K], got ", shape_of(out));
+  if (out.numel() == 0 || a.size(1) == 0) return;  // whatever its strides
   p.d = out.data_ptr();
   p.ldd = m <= 1 ? n : out.stride(0);
   NF_CHECK((n <= 1 || out.stride(1) == 1) && p.ldd >= n && p.ldd * size_of(p.d_type) % 16 == 0 &&
@@ -109,7 +110,6 @@ void scaled_mm_accumulate_op(Tensor out, const Tensor& a, const Tensor& b, const
            ": expected out row-major with rows on 16-byte boundaries and a multiple of 8 "
            "columns, got ",
            n, " columns and row stride ", p.ldd, " (accumulate with torch where it is not)");
-  if (out.numel() == 0 || a.size(1) == 0) return;
   Scratch scratch;
   const Prepared a_ready(a, a_scale, false, op, "a", scratch);
   const Prepared b_ready(b, b_scale, false, op, "b", scratch);

@@ -234,8 +234,8 @@ def matmul(a: Tensor, b: Tensor, recipe: str | Recipe = "fp8") -> Tensor:
     if tensor_kinds.is_proxy(a) or tensor_kinds.is_proxy(b):
         named = recipes.get(recipe)
         return tensor_kinds.call_of(matmul, a, b, recipe=named)
-    check_quantizable(a, "matmul")
-    check_quantizable(b, "matmul")
+    check_quantizable(a, "matmul", "a")
+    check_quantizable(b, "matmul", "b")
     if (a.is_nested and not tensor_kinds.is_jagged(a)) or b.is_nested:
         ops.refuse_other_kinds("matmul", {"b": b} if b.is_nested else {"a": a})
     check_matmul(a, b, "matmul")

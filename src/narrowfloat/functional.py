@@ -227,17 +227,17 @@ class FP4DequantizeFunction(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, scales: Tensor) -> Tensor:
         who = "FP4DequantizeFunction"
         check_quantizable(values, who, "values")
-        check_quantizable(scales, who, "scales")
+        check_tensor(scales, who, "scales")
+        if scales.dtype != torch.float32:
+            raise ValueError(
+                f"{who}: expected scales in torch.float32, got {scales.dtype} "
+                "(FP4QuantizeFunction gives them, a block's scale times the tensor's)"
+            )
         check_same_device(values, who, "values", scales=scales)
         if values.shape != scales.shape:
             raise ValueError(
                 f"{who}: expected values and scales of one shape, got "
                 f"{tuple(values.shape)} and {tuple(scales.shape)}"
-            )
-        if scales.dtype != torch.float32:
-            raise ValueError(
-                f"FP4DequantizeFunction: expected scales in torch.float32, got {scales.dtype} "
-                "(FP4QuantizeFunction gives them, a block's scale times the tensor's)"
             )
         return (values.float() * scales).to(values.dtype)
 

@@ -6,6 +6,7 @@ Eager calls go past it: a registered formula takes a bare call from 4.1 to 7.9 u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch.autograd.function import _SingleLevelFunction
 from . import ops
 from .recipe import Recipe
 from .reference.linear import scales_layout
+from .reference.tensor import check_quantizable
 from .spec import DB, DW, NEED_DX, SAVE_X, W_MEASURED, Backward
 from .weight_cache import CachedWeight
 
@@ -54,9 +56,11 @@ def _linear_gradients(
     dy: Tensor, x_columns: Tensor | None, x_columns_scales: Tensor | None, scales: Tensor,
     w: Tensor, seed: Tensor | None, in_features: int, spec: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    check_quantizable(dy, "linear_gradients", "dy")
     if x_columns_scales is not None:
         shape, _ = scales_layout(Backward.unpack(spec).wgrad_b, in_features, ops.rows_of(dy))
-        x_columns_scales = x_columns_scales.view(shape)
+        if x_columns_scales.numel() == math.prod(shape):  # else the operator refuses them
+            x_columns_scales = x_columns_scales.view(shape)
     return ops.linear_backward(dy, x_columns, x_columns_scales, scales, w, seed, in_features, spec)
 
 

@@ -118,7 +118,7 @@ def take(
             if again and first is not None and not getattr(first, "shares_input", True):
                 first.shares_input = True
         elif last.kept and not last.kept.taken and getattr(first, "shares_input", False):
-            first.shares_input = False  # type: ignore[union-attr]
+            first.shares_input = False
     if not again and not layer.shares_input:
         _thread.last = _Note(weakref.ref(x), weakref.ref(layer), version, dtype, spec, None)
         return None
