@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -406,6 +408,44 @@ def test_compiled_code_has_one_graph(device: str) -> None:
     assert_same(compiled(x), expected)
     learned(layers, device)
     assert_same(compiled(x), expected)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_row", "fp8_block", "nvfp4", "fp8_bf16_wgrad"])
+@pytest.mark.parametrize("cast", [False, True], ids=["", "autocast"])
+def test_compiled_code_quantizes_once(name: str, cast: bool) -> None:
+    """One node for what three layers do to one x, whose columns are saved once; eager's bits. The
+    partitioner that inductor uses finds common subexpressions."""
+    graphs: list[torch.fx.Graph] = []
+
+    def keep(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    layers = three(name, "cpu")
+    alone = copy.deepcopy(layers)
+    backend = aot_autograd(
+        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+    )
+    compiled = torch.compile(lambda h: [layer(h) for layer in layers], backend=backend)
+    x = torch.randn(256, K)
+    found = []
+    for run, read in ((compiled, None), (alone, torch.clone)):
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(7)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            ys = run(leaf) if read is None else [layer(read(leaf)) for layer in alone]
+        sum(y.float().square().sum() for y in ys).backward()
+        of = layers if read is None else alone
+        found.append([*ys, leaf.grad, *(layer.weight.grad for layer in of)])
+    assert_same(*found)
+    forward = graphs[0]
+    names = [str(node.target) for node in forward.nodes if node.op == "call_function"]
+    assert sum("narrowfloat.quantize" in n for n in names) == 1
+    assert sum("narrowfloat.linear_forward" in n for n in names) == 3
+    (output,) = (node for node in forward.nodes if node.op == "output")
+    saved = [node.meta["val"] for node in output.args[0][3:]]
+    large = [t for t in saved if isinstance(t, torch.Tensor) and t.numel() >= 256 * K / 2]
+    assert len(large) == 1
 
 
 @pytest.mark.gpu

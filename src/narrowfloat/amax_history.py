@@ -179,8 +179,9 @@ def delayed_state(model: nn.Module) -> dict[str, Tensor]:
 def load_delayed_state(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
     """Put what delayed_state() gave into the layers of a model with the same recipes, in place.
 
-    ValueError, before anything is changed, where a history has another shape or dtype than the
-    layer's recipe asks for and, unless strict=False, where one is missing or has no layer.
+    state: int32 [3, 4 + length] by name, as delayed_state() says. ValueError, before anything is
+    changed, where a history has another shape or dtype than the layer's recipe asks for and, unless
+    strict=False, where one is missing or has no layer.
     """
     layers = dict(_named_layers(model))
     missing, unexpected = sorted(layers.keys() - state), sorted(state.keys() - layers)

@@ -18,6 +18,10 @@ from .shared_input import Reader, SharedInput
 from .spec import BACKWARD_JOINS, FORWARD_JOINS, W_MEASURED, Y_DTYPE, gradients
 from .weight_cache import CachedWeight
 
+# Compiled, x is quantized by an operator of its own: what several layers do to one x is then one
+# node, whose results are saved once, since compilers find common subexpressions.
+IN_GRAPH: Any = "in the graph"
+
 
 class LinearFunction(torch.autograd.Function):
     """y [..., N] = x [..., K] w [N,K]^T + bias [N] as a recipe says, and its three gradients.
@@ -25,7 +29,7 @@ class LinearFunction(torch.autograd.Function):
     apply(x, w, bias, recipe, state, shared): state is a weight that reuse_weights() quantized, or a
     layer's amax history for a recipe with delayed scaling, which the calls change, forward and
     backward; or None. shared: x that was quantized for several layers, and the bits of
-    y's dtype where it is not x's, or None.
+    y's dtype where it is not x's, or None; or IN_GRAPH, for an operator of its own in a graph.
 
     Saved for dw: x's columns [K, M] as wgrad has them, with their scales; x itself where wgrad has
     it in bf16. Saved for dx: w itself, which costs nothing, and what the forward measured of it; or
@@ -46,6 +50,8 @@ class LinearFunction(torch.autograd.Function):
         ctx.needs, asked = gradients(ctx.needs_input_grad, w.dtype, bias)
         need_dx, need_dw, _ = ctx.needs
         spec, keep_w = recipe.forward_spec, recipe.keep_w if need_dx else 0
+        if shared is IN_GRAPH:
+            shared = (shared_input.quantized(x, recipe, need_dw), 0)
         if shared is not None:
             x_given = shared[0].rows
             spec |= shared[1]
@@ -182,7 +188,11 @@ def linear(
         shared = shared_input.take(x, recipe, dtype, layer, grads and w.requires_grad)
     if casts and shared is None:
         x = x.to(dtype)
-    y_dtype = Y_DTYPE[dtype] if casts and shared is not None else 0
+    if compiling and recipe.x_spec:
+        if grads:
+            return LinearFunction.apply(x, w, bias, recipe, state, IN_GRAPH)
+        shared = shared_input.quantized(x, recipe, False)
+    y_dtype = Y_DTYPE[dtype] if casts and shared is not None and not compiling else 0
     if grads:
         apply = LinearFunction.apply if compiling else _apply
         return apply(x, w, bias, recipe, state, None if shared is None else (shared, y_dtype))

@@ -93,6 +93,13 @@ _OPERANDS = (
 )
 
 
+def _side(cast: Cast | None) -> tuple[bool, bool, bool]:
+    """Of an orientation: is it quantized, with scales of rows or blocks, with one of the tensor?"""
+    if cast is None:
+        return False, False, False
+    return True, cast.scaling != "tensor", cast.of.tensor_scale
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a linear layer y = x w^T is computed in training: three GEMMs of two operands each.
@@ -130,6 +137,9 @@ class Recipe:
     cached_spec: int = field(init=False, repr=False, compare=False)
     # how an x that several layers read is quantized once; 0 where each layer does it
     x_spec: int = field(init=False, repr=False, compare=False)
+    x_rows_spec: int = field(init=False, repr=False, compare=False)  # for y alone
+    # of x's rows and columns: are they quantized, by row or block, with a scale of the tensor
+    x_sides: tuple[tuple[bool, bool, bool], ...] = field(init=False, repr=False, compare=False)
     reads_x: bool = field(init=False, repr=False, compare=False)  # a GEMM has it in bf16
     draws_dx: bool = field(init=False, repr=False, compare=False)  # stochastic rounding
     draws_dw: bool = field(init=False, repr=False, compare=False)
@@ -177,6 +187,8 @@ class Recipe:
             "cached_spec": self._cached(w, w_columns),
             # with delayed scaling each layer has an amax history of its own
             "reads_x": x is None or x_columns is None,
+            "x_rows_spec": 0 if self.delayed is not None else spec.both(x, None).pack(),
+            "x_sides": tuple(map(_side, (x, x_columns))),
             "x_spec": 0 if self.delayed is not None else spec.both(x, x_columns).pack(),
             "draws_dx": dy is not None and dy.stochastic,
             "draws_dw": dy_columns is not None and dy_columns.stochastic,

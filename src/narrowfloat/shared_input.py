@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .formats import TENSOR
 from .recipe import Recipe
 from .reference.linear import Quantized
 from .reference.tensor import SCALE
-from .spec import Quantize, both
 from .weight_cache import stream_and_capture
 
 NONE = Quantized()
@@ -136,27 +134,23 @@ def take(
     by = last.layer if again and last is not None else weakref.ref(layer)
     # what the last one kept is freed before more is made
     _thread.last = _Note(weakref.ref(x, kept.forget), by, version, dtype, spec, kept)
-    made = _quantized(x if x.dtype == dtype else x.to(dtype), spec, dw)
+    with torch.no_grad():
+        made = quantized(x if x.dtype == dtype else x.to(dtype), recipe, dw)
     kept.keep(made, place, dw)
     return made
 
 
-def _quantized(x: Tensor, spec: int, dw: bool) -> SharedInput:
-    how = Quantize.unpack(spec)
-    if not dw:
-        how = both(how.rows, None)
-        if how.rows is None:
-            return SharedInput(NONE, NONE)
-    with torch.no_grad():
-        rows, rows_scales, columns, columns_scales, scales = ops.quantize_op(x, how.pack())
-    made = []
-    for side, cast, codes, of_blocks in (
-        (0, how.rows, rows, rows_scales),
-        (SCALE, how.columns, columns, columns_scales),
-    ):
-        if cast is None:
-            made.append(NONE)
-            continue
-        scale = (scales[side:] if side else scales) if cast.of.tensor_scale else None
-        made.append(Quantized(codes, None if cast.of is TENSOR else of_blocks, scale))
-    return SharedInput(made[0], made[1])
+def quantized(x: Tensor, recipe: Recipe, dw: bool) -> SharedInput:
+    """x quantized by an operator of its own, as `recipe` has it. dw: whether columns are wanted."""
+    spec = recipe.x_spec if dw else recipe.x_rows_spec
+    if spec == 0:
+        return SharedInput(NONE, NONE)
+    rows, rows_scales, columns, columns_scales, scales = ops.quantize_op(x, spec)
+    (has_rows, of_rows, of_x), (has_columns, of_columns, of_columns_too) = recipe.x_sides
+    made_rows = made_columns = NONE
+    if has_rows:
+        made_rows = Quantized(rows, rows_scales if of_rows else None, scales if of_x else None)
+    if dw and has_columns:
+        scale = scales[SCALE:] if of_columns_too else None
+        made_columns = Quantized(columns, columns_scales if of_columns else None, scale)
+    return SharedInput(made_rows, made_columns)
