@@ -193,7 +193,8 @@ def values(
     if cast.of is TENSOR:
         return codes[:rows, :cols].double() * scale[0].double()
     if cast.of.family == "fp4":
-        return fp4.dequantize(codes, scales, scale[0], rows, codes.shape[1] * 2).double()
+        # fp32 need not hold the product
+        return fp4.unpacked(codes, scales, rows, codes.shape[1] * 2).double() * scale[0].double()
     operand = block.taken(codes, scales, rows, cols, cast.of, cast.square)
     if cast.of is ROW:
         return operand.codes.double() * operand.scales.double()

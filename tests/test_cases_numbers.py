@@ -78,10 +78,16 @@ def replaced(q, **fields):
     return type(q)(**(q._asdict() | fields))
 
 
+def longer(t: torch.Tensor) -> torch.Tensor:
+    """By bytes, since cat does not know every type on a GPU."""
+    as_bytes = t.view(torch.uint8) if t.element_size() == 1 else t
+    return torch.cat([as_bytes, as_bytes[..., :1]], -1).view(t.dtype)
+
+
 SCALES = {
     "flat": lambda t: t.flatten() if t.dim() > 1 else t[None],
     "transposed": lambda t: t.transpose(-1, -2) if t.dim() > 1 else t[None],
-    "one too many": lambda t: torch.cat([t, t[..., :1]], -1) if t.dim() else t.expand(2),
+    "one too many": lambda t: longer(t) if t.dim() else t.expand(2),
     "one too few": lambda t: t[..., :-1] if t.dim() else t[None][:0],
     "of one row": lambda t: t[:1] if t.dim() else t[None],
     "a dimension more": lambda t: t[None],

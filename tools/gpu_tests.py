@@ -8,6 +8,7 @@ python3 tools/gpu_tests.py --out benchmarks/results/h200/tests.json [--commit C]
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -98,6 +99,7 @@ SANITIZERS = {
 INJECTED = ("poison", "memory", "launch")  # tests/injected.py
 
 
+@functools.cache  # built once: what runs already has it loaded
 def library_without_products() -> Path:
     library = ROOT / ".gpu_tests_no_products.so"
     subprocess.run(

@@ -60,7 +60,7 @@ class Worker:
                 for p in made.parameters():
                     drawn = torch.randn(p.shape, generator=generator)
                     p.copy_(drawn / p.shape[-1] ** 0.5)
-            nf.convert(made, recipe, head=True)
+            nf.convert(made, recipe, head=True, keep_last=0)
             self.models[recipe, at] = made.to(self.device)
         return self.models[recipe, at]
 
@@ -143,8 +143,9 @@ class Soak:
         self.digests: dict[int, str] = {}
         self.done = 0
 
-    def phase(self, pool: ThreadPoolExecutor, steps: range) -> None:
-        """The steps of a phase, dealt out to the threads."""
+    def phase(self, pools: list[ThreadPoolExecutor], steps: range) -> None:
+        """The steps of a phase, dealt out to the threads. A worker has one thread for good: PyTorch
+        keeps a workspace of cuBLAS for each pair of a thread and a stream."""
 
         def work(index: int) -> int:
             count = 0
@@ -157,7 +158,8 @@ class Soak:
                 count += 1
             return count
 
-        self.done += sum(pool.map(work, range(len(self.workers))))
+        running = [pool.submit(work, index) for index, pool in enumerate(pools)]
+        self.done += sum(one.result() for one in running)
 
 
 def soak(device: str, threads: int, steps: int, seconds: float) -> dict[str, Any]:
@@ -167,12 +169,13 @@ def soak(device: str, threads: int, steps: int, seconds: float) -> dict[str, Any
     # twice through, so that the allocator's blocks have found their places
     warm_up = min(steps // 2, 3 * runs.workers[0].cycle() * threads)
     grown, first, host = 0, (0, 0), 0
-    with ThreadPoolExecutor(threads) as pool:
-        runs.phase(pool, range(warm_up))
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(threads)]
+        runs.phase(pools, range(warm_up))
         first, host = memory(device), resident()
         bounds = [warm_up + (steps - warm_up) * i // PHASES for i in range(PHASES + 1)]
         for low, high in zip(bounds, bounds[1:], strict=False):
-            runs.phase(pool, range(low, high))
+            runs.phase(pools, range(low, high))
             now = memory(device)
             grown = max(grown, now[0] - first[0], now[1] - first[1])
     return {
