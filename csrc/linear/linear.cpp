@@ -370,6 +370,7 @@ ThreeTensors linear_backward(const Tensor& dy, std::optional<Tensor> x_columns,
 FourTensors delayed_linear_forward(const Tensor& x, const Tensor& w, std::optional<Tensor> bias,
                                    Tensor history, int64_t bits) {
   const ForwardSpec spec(bits, kForward);
+  NF_CHECK(x.is_cuda(), kForward, ": expected x on cuda as the layer is, got it on cpu (move it)");
   check_history_casts(spec.fprop_a, spec.fprop_b, kForward);
   if (spec.save_x) check_one_history(spec.fprop_a, spec.wgrad_b, kForward);
   const std::optional<Tensor> own_x = x, own_w = w, none;
