@@ -43,9 +43,9 @@ class Calls(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    shared_input._thread.last = None
+    shared_input._thread.note = shared_input._Note()
     yield
-    shared_input._thread.last = None
+    shared_input._thread.note = shared_input._Note()
 
 
 @pytest.fixture(params=SHARING, ids=str)
@@ -155,20 +155,21 @@ def test_rows_go_when_the_next_x_comes_and_columns_with_their_graphs(device: str
     x, other = torch.randn(8, K, device=device), torch.randn(8, K, device=device)
     y = layers[0](x)
     layers[1](x)
-    read = shared_input._thread.last
-    assert read is not None and read.kept.rows.codes is not None
-    columns = read.kept.columns[0]
+    first = shared_input._thread.note.kept
+    assert first is not None and first.rows.codes is not None
+    columns = first.columns[0]
     assert columns() is not None
     layers[0](other)
-    assert shared_input._thread.last is not read
+    assert shared_input._thread.note.kept is not first
     assert columns() is not None  # the graph has them
     del y
     gc.collect()
     assert columns() is None
     layers[1](other)
-    read = shared_input._thread.last
+    second = shared_input._thread.note.kept
+    assert second is not None and second.rows.codes is not None
     del other
-    assert read.kept.rows.codes is None  # with the x that they were made of
+    assert second.rows.codes is None  # with the x that they were made of
 
 
 def test_after_the_graph_is_gone_x_is_quantized_again(device: str) -> None:
@@ -499,7 +500,7 @@ def test_memory(shared_recipe: nf.Recipe, cuda: str) -> None:
         before = torch.cuda.memory_allocated()
         ys += [layer(x) for layer in layers]
         del x
-        shared_input._thread.last = None  # as the next x does it
+        shared_input._thread.note = shared_input._Note()  # as the next x does it
         held = torch.cuda.memory_allocated() - before + tokens * k * 2
         held -= sum(y.nbytes for y in ys)
     if shared_recipe.wgrad.b is not None:

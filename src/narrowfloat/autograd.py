@@ -47,22 +47,22 @@ class LinearFunction(torch.autograd.Function):
         state: CachedWeight | Tensor | None = None,
         shared: tuple[SharedInput, int] | None = None,
     ) -> Tensor:
-        ctx.needs, asked = gradients(ctx.needs_input_grad, w.dtype, bias)
-        need_dx, need_dw, _ = ctx.needs
+        needs, asked = gradients(ctx.needs_input_grad, w.dtype, bias)
+        need_dx, need_dw, _ = needs
         spec, keep_w = recipe.forward_spec, recipe.keep_w if need_dx else 0
+        x_given = x_scale = history = None
         if shared is IN_GRAPH:
             shared = (shared_input.quantized(x, recipe, need_dw), 0)
         if shared is not None:
             x_given = shared[0].rows
             spec |= shared[1]
-        else:
-            x_given = None
-            if need_dw:
-                spec |= recipe.save_x
+        elif need_dw:
+            spec |= recipe.save_x
         columns: tuple[Tensor | None, ...] = ()
-        ctx.history = None
-        if isinstance(state, Tensor):
-            ctx.history = state  # other calls change it meanwhile
+        if state is None and x_given is None:
+            y, x_columns, x_scales, scales = ops.linear_forward(x, w, bias, spec | keep_w)
+        elif isinstance(state, Tensor):
+            history = state  # other calls change it meanwhile
             spec |= keep_w | (FORWARD_JOINS if asked else 0)  # evaluation leaves no trace
             asked |= BACKWARD_JOINS if asked else 0
             y, x_columns, x_scales, scales = ops.delayed_linear_forward(x, w, bias, state, spec)
@@ -71,7 +71,6 @@ class LinearFunction(torch.autograd.Function):
                 columns, keep_w = state.columns, 0
             given = operands_given(x_given, state)
             y, x_columns, x_scales, scales = ops.linear_forward(x, w, bias, spec | keep_w, *given)
-        x_scale = None
         if not need_dw:
             x_columns = x_scales = None
         elif not recipe.save_x:
@@ -80,33 +79,35 @@ class LinearFunction(torch.autograd.Function):
             x_columns, x_scales, x_scale = shared[0].columns
         elif not recipe.saves_x_scales:
             x_scales = None
-        reads_w = need_dx and not columns
         has_scales = keep_w or (need_dw and recipe.saves_x_scale and shared is None)
-        more = columns if x_scale is None else (x_scale, *columns)
-        ctx.has_x_scale = x_scale is not None
         ctx.save_for_backward(
-            x_columns, x_scales, scales if has_scales else None, w if reads_w else None, *more
+            x_columns,
+            x_scales,
+            scales if has_scales else None,
+            w if need_dx and not columns else None,
+            *(columns if x_scale is None else (x_scale, *columns)),
         )
-        ctx.in_features = w.shape[1]
-        ctx.spec = recipe.backward_spec | asked | (W_MEASURED if keep_w else 0)
-        ctx.draws = (need_dx and recipe.draws_dx) or (need_dw and recipe.draws_dw)
+        draws = (need_dx and recipe.draws_dx) or (need_dw and recipe.draws_dw)
+        spec = recipe.backward_spec | asked | (W_MEASURED if keep_w else 0)
+        # one attribute: each costs the host as much as an argument
+        ctx.call = needs, spec, w.shape[1], draws, x_scale is not None, history
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ops.refuse_double_backward()
-        saved, k, spec = ctx.saved_tensors, ctx.in_features, ctx.spec
-        if ctx.history is not None:
+        saved, (needs, spec, k, draws, has_x_scale, history) = ctx.saved_tensors, ctx.call
+        if history is not None:
             x_columns, _, scales, w = saved
-            grads = ops.delayed_linear_backward(dy, x_columns, scales, w, ctx.history, k, spec)
+            grads = ops.delayed_linear_backward(dy, x_columns, scales, w, history, k, spec)
         else:
-            seed = ops.draw_seed(dy.device) if ctx.draws else None
+            seed = ops.draw_seed(dy.device) if draws else None
             if len(saved) == 4:
                 grads = ops.linear_backward(dy, *saved, seed, k, spec)
             else:
-                more = saved[4:] if ctx.has_x_scale else (None, *saved[4:])
+                more = saved[4:] if has_x_scale else (None, *saved[4:])
                 grads = ops.linear_backward(dy, *saved[:4], seed, k, spec, *more)
-        need_dx, need_dw, need_db = ctx.needs
+        need_dx, need_dw, need_db = needs
         return (
             grads[0] if need_dx else None,
             grads[1] if need_dw else None,

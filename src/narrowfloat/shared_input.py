@@ -74,19 +74,29 @@ class _Kept:
         return SharedInput(self.rows, Quantized(*columns))
 
 
-class _Note(NamedTuple):
-    """What a thread's last layer read."""
+class _Note:
+    """What a thread's last layer read. One object a thread, written in each call: it is cheaper
+    than one a call."""
 
-    x: Any  # weak references
-    layer: Any  # the first that read it
-    version: int
-    dtype: torch.dtype
-    spec: int
-    kept: _Kept | None
+    __slots__ = ("dtype", "kept", "layer", "spec", "version", "x")
+
+    def __init__(self) -> None:
+        self.write(_nothing, _nothing, 0, torch.float32, 0, None)
+
+    def write(
+        self, x: Any, layer: Any, version: int, dtype: torch.dtype, spec: int, kept: _Kept | None
+    ) -> None:
+        self.x, self.layer = x, layer  # weak references; the layer is the first that read x
+        self.version, self.dtype, self.spec, self.kept = version, dtype, spec, kept
+
+
+def _nothing() -> None:
+    return None
 
 
 class _Thread(threading.local):
-    last: _Note | None = None
+    def __init__(self) -> None:
+        self.note = _Note()
 
 
 _thread = _Thread()
@@ -107,33 +117,34 @@ def take(
         version = x._version
     except RuntimeError:  # an inference tensor counts none
         return None
-    last, again = _thread.last, False
-    if last is not None:
-        first = last.layer()
-        if last.x() is x and first is not layer:
-            again = last.version == version and last.spec == spec and last.dtype == dtype
-            # one that was reverted to nn.Linear meanwhile has no such attribute
-            if again and first is not None and not getattr(first, "shares_input", True):
-                first.shares_input = True
-        elif last.kept and not last.kept.taken and getattr(first, "shares_input", False):
+    note, again = _thread.note, False
+    kept = note.kept
+    if note.x() is x and (first := note.layer()) is not layer:
+        again = note.version == version and note.spec == spec and note.dtype == dtype
+        # one that was reverted to nn.Linear meanwhile has no such attribute
+        if again and first is not None and not getattr(first, "shares_input", True):
+            first.shares_input = True
+    elif kept is not None and not kept.taken:
+        first = note.layer()
+        if getattr(first, "shares_input", False):
             first.shares_input = False
     if not again and not layer.shares_input:
-        _thread.last = _Note(weakref.ref(x), weakref.ref(layer), version, dtype, spec, None)
+        note.write(weakref.ref(x), weakref.ref(layer), version, dtype, spec, None)
         return None
     # What is saved there may be changed, or counted (a checkpoint compares what its forward and its
     # recomputation save), so there each layer saves what is its own.
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
     place = stream_and_capture(x)
-    if again and last is not None and last.kept is not None:
-        last.kept.taken = True
-        made = last.kept.made(place, dw)
+    if again and kept is not None:
+        kept.taken = True
+        made = kept.made(place, dw)
         if made is not None:
             return made
     kept = _Kept(again)
-    by = last.layer if again and last is not None else weakref.ref(layer)
+    by = note.layer if again else weakref.ref(layer)
     # what the last one kept is freed before more is made
-    _thread.last = _Note(weakref.ref(x, kept.forget), by, version, dtype, spec, kept)
+    note.write(weakref.ref(x, kept.forget), by, version, dtype, spec, kept)
     with torch.no_grad():
         made = quantized(x if x.dtype == dtype else x.to(dtype), recipe, dw)
     kept.keep(made, place, dw)
