@@ -56,8 +56,8 @@ MUTANTS = [
     # ---- reference numerics ----
     Mutant(
         "swapped scale: scale is 1 / scale", TENSOR,
-        "torch.stack([torch.div(amax, largest), multiplier])",
-        "torch.stack([torch.div(largest, amax), multiplier])",
+        "torch.where(smallest, SMALLEST_SCALE, torch.div(amax, largest))",
+        "torch.where(smallest, SMALLEST_SCALE, torch.div(largest, amax))",
         "tests/test_reference_tensor.py",
     ),
     Mutant(
@@ -202,7 +202,7 @@ MUTANTS = [
     ),
     Mutant(
         "an infinite multiplier of tiny tensors", kernel("quantize/numerics.cuh"),
-        "  if (multiplier > kFltMax) multiplier = kFltMax;\n", "", KERNELS,
+        "  if (multiplier > kFltMax) return make_float2(kSmallestScale, kFltMax);\n", "", KERNELS,
     ),
     Mutant(
         "swapped scale and multiplier", kernel("quantize/numerics.cuh"),
