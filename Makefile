@@ -63,9 +63,10 @@ $(STATE)/.built: setup.py tools/setup_env.py $(CXX_FILES) src/narrowfloat/_versi
 demo: build
 	$(PY) examples/train_gpt.py $(ARGS)
 
-# Two workers, a file each: what a file compiles for the CPU is compiled once.
+# Two workers, a file each: what a file compiles for the CPU is compiled once. In their order: of
+# the files with few tests some take longest, and these would come last.
 test: build
-	$(PY) -m pytest $(if $(TOOLS),-n 2 --dist loadfile) $(ARGS)
+	$(PY) -m pytest $(if $(TOOLS),-n 2 --dist loadfile --no-loadscope-reorder) $(ARGS)
 
 bench: build
 	$(PY) benchmarks/bench.py $(ARGS)

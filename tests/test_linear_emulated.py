@@ -683,7 +683,7 @@ def test_bad_arguments_are_refused_by_name(operators: Operators) -> None:
             continue  # what torch.ops alone has, and what this chip has not
         with_names = call._replace(function=lambda op=operator, **a: operators(op, *a.values()))
         for argument, value in call.arguments.items():
-            for into, number in itertools.product(range(16), (3, 4)):
+            for into, number in itertools.product(range(16), (3,)):
                 e = test_fuzz_arguments.Example(0, 0, into, number)
                 became, given = test_fuzz_arguments.mutated(value, e, True)
                 what = f"{name}: {argument} became {became}"
@@ -696,7 +696,7 @@ def test_bad_arguments_are_refused_by_name(operators: Operators) -> None:
                     test_fuzz_arguments.assert_names(str(error), argument, became, call, what)
                 except RuntimeError as error:  # ops.Operator makes it a TypeError
                     assert given is None and "does not have a device" in str(error), what
-    assert tried > 2000
+    assert tried > 1000
 
 
 def test_a_fault_shows(operators: Operators) -> None:
