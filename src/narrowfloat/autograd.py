@@ -89,7 +89,7 @@ class LinearFunction(torch.autograd.Function):
         )
         draws = (need_dx and recipe.draws_dx) or (need_dw and recipe.draws_dw)
         spec = recipe.backward_spec | asked | (W_MEASURED if keep_w else 0)
-        # one attribute: each costs the host as much as an argument
+        # what is no tensor, in one attribute: host time
         ctx.call = needs, spec, w.shape[1], draws, x_scale is not None, history
         return y
 

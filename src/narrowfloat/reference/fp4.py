@@ -65,13 +65,3 @@ def dequantize(codes: Tensor, scales: Tensor, scale: Tensor, rows: int, cols: in
     """fp32 [rows, cols] of a packed operand, its tiled scales and its tensor scale. What was
     rotated stays so."""
     return unpacked(codes, scales, rows, cols) * scale
-
-
-def check_seed(seed: Tensor | None, needed: bool, who: str) -> None:
-    """ValueError where stochastic rounding lacks its seed."""
-    if needed and (seed is None or seed.dtype != torch.int64 or seed.shape != (2,)):
-        got = "None" if seed is None else f"{seed.dtype} {tuple(seed.shape)}"
-        raise ValueError(
-            f"{who}: expected a seed, int64 [2], for stochastic rounding, got {got} "
-            "(torch.randint draws one)"
-        )
